@@ -1,0 +1,1 @@
+"""Runtimes other than llama.cpp that this package ships."""

@@ -1,0 +1,112 @@
+"""Processes and locks on Linux and macOS: the same few functions as `_windows`. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+PR_SET_PDEATHSIG = 1
+LINUX = sys.platform.startswith("linux")
+
+
+def detached() -> dict[str, Any]:
+    """Popen options for a program that must outlive the terminal and its Ctrl-C: a session of its own."""
+    return {"start_new_session": True}
+
+
+def tied_to_me() -> dict[str, Any]:
+    """Popen options for a child in a session of its own that dies with the calling thread (Linux).
+
+    Elsewhere, and where the program has file capabilities (they clear the request), the record is what finds the orphan.
+    """
+    return {"start_new_session": True, "preexec_fn": _arm(os.getpid()) if LINUX else None}
+
+
+def _arm(parent: int) -> Callable[[], None]:
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def before_exec() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died between fork and the line above: nobody is left to tell us
+            os._exit(127)
+
+    return before_exec
+
+
+def start_of(pid: int) -> str | None:
+    """What tells this process from a later one with the same pid; None when it has ended (a zombie has)."""
+    if LINUX:
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+                after_name = stat.read().rpartition(")")[2].split()
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+                return None if after_name[0] in "ZX" else f"{boot.read(8)}:{after_name[19]}"
+        except OSError:
+            return None
+    shown = subprocess.run(
+        ["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout.split()
+    return None if not shown or shown[0].startswith("Z") else " ".join(shown[1:])
+
+
+def terminate(pid: int) -> None:
+    """Ask the process and its group to end; no error when it has."""
+    _signal(pid, signal.SIGTERM)
+
+
+def kill(pid: int) -> None:
+    """End the process and its group; no error when it has."""
+    _signal(pid, signal.SIGKILL)
+
+
+def kill_leftovers(leader: int) -> None:
+    """End what an ended leader left in its group (a helper it forked, a debugger)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def reap(pid: int) -> bool:
+    """Collect a child of this process without waiting; True when it has ended (or is no child of ours)."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def try_lock(fd: int) -> bool:
+    """Take the exclusive lock of an open file without waiting; the system drops it when the holder ends."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def describe_exit(code: int) -> str:
+    """A return code as people say it: "exit code 1", "killed by SIGILL"."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,354 @@
+"""From code: `with local_model("ram16") as model: model.chat.completions.create(model=model.model, ...)`.
+
+What comes back is an OpenAI client that talks to the local server and to nothing else: no proxy, no OPENAI_* variable,
+no retry (a retry repeats a long prefill), no read limit shorter than the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Self
+
+import openai
+import openai.resources.chat  # imported now: the first `.chat` would otherwise pay for it
+
+from looprun_models.errors import ContextOverflow, LooprunError, ServerUnavailable, UsageError
+from looprun_models.launch import Options
+from looprun_models.progress import OnProgress
+from looprun_models.registry import LocalModelSpec, resolve_alias
+from looprun_models.runtime import (
+    LLAMA_CPP,
+    LlamaCppRuntime,
+    ModelRuntimePort,
+    RuntimeStatus,
+    ServerHandle,
+    load_runtime,
+)
+from looprun_models.settings import load_settings
+
+CONNECT_TIMEOUT = 5.0
+"""Seconds; a loopback server accepts at once or not at all. There is no read limit: a long prefill is not a failure."""
+NO_KEY = "none"
+
+
+class ContextOverflowError(ContextOverflow, openai.BadRequestError):
+    """`except ContextOverflow` and `except openai.BadRequestError` both catch it."""
+
+    def __init__(self, prompt_tokens: int, context: int, *, response: Any, body: object) -> None:
+        message = f"the prompt has {prompt_tokens} tokens and the context holds {context}."
+        openai.BadRequestError.__init__(self, message, response=response, body=body)
+        self.prompt_tokens, self.context = prompt_tokens, context
+        self.hint = f"shorten the prompt, or serve a longer context: LLAMA_CTX={_next_context(prompt_tokens)}"
+
+
+class NotReadyError(ServerUnavailable, openai.InternalServerError):
+    """The server answers that it is loading."""
+
+    def __init__(self, message: str, *, hint: str, response: Any, body: object) -> None:
+        openai.InternalServerError.__init__(self, message, response=response, body=body)
+        self.hint = hint
+
+
+class ServerGoneError(ServerUnavailable, openai.APIConnectionError):
+    """Nobody answers any more; the message says why, as far as it is known."""
+
+    def __init__(self, message: str, *, hint: str, request: Any) -> None:
+        openai.APIConnectionError.__init__(self, message=message, request=request)
+        self.hint = hint
+
+
+class _Local:
+    """What both clients have besides OpenAI's methods.
+
+    model: the served id, for `model=`. spec: the profile. server: the handle of the running server.
+    """
+
+    model: str
+    spec: LocalModelSpec
+    server: ServerHandle
+    _owner: bool
+
+    def pinned(self, *, max_tokens: int, thinking: bool = False, seed: int = 0) -> dict[str, Any]:
+        """Decoding arguments for an agent's call: temperature 0, a cap, a seed, and thinking off.
+
+        An uncapped local generation was measured at 8.7k tokens over 302 s; this family thinks by default and spends
+        max_tokens on it. Use as `create(model=..., messages=..., **model.pinned(max_tokens=200))`.
+        """
+        template_args = {**self.spec.template_args, "enable_thinking": thinking}
+        return {
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "extra_body": {"chat_template_kwargs": template_args},
+        }
+
+    def _adopt(self, source: Self, headers: Mapping[str, str]) -> Self:
+        """Make a copy by `with_options()` a local model as well; only the original gives the server up."""
+        self.model, self.spec, self.server, self._owner = source.model, source.spec, source.server, False
+        _forget_cloud(self, headers)
+        return self
+
+    def _status_error(self, standard: openai.APIStatusError) -> openai.APIStatusError:
+        body = standard.body if isinstance(standard.body, dict) else {}
+        if body.get("type") == "exceed_context_size_error":
+            return ContextOverflowError(
+                int(body["n_prompt_tokens"]), int(body["n_ctx"]), response=standard.response, body=body
+            )
+        if standard.status_code == 503:
+            return NotReadyError(
+                f"{self.spec.alias} is not ready: {body.get('message', standard.message)}",
+                hint=f"looprun models status {self.spec.alias}",
+                response=standard.response,
+                body=body,
+            )
+        return standard
+
+    def _gone(self, error: openai.APIConnectionError) -> openai.APIConnectionError:
+        if isinstance(error, openai.APITimeoutError):
+            return error
+        why_gone = getattr(self.server, "why_gone", lambda: None)()
+        log = f" (log: {why_gone.log})" if getattr(why_gone, "log", None) else ""
+        return ServerGoneError(
+            f"{why_gone or f'the server at {self.server.base_url} does not answer.'}{log}",
+            hint=getattr(why_gone, "hint", "") or f"looprun models logs {self.spec.alias}",
+            request=error.request,
+        )
+
+
+class LocalModel(_Local, openai.OpenAI):
+    """An `openai.OpenAI` on a local server. Closing it, or leaving its `with` block, gives the server up."""
+
+    def copy(self, **options: Any) -> Self:
+        """As OpenAI's; the copy talks to the same server and does not end its use."""
+        copied = super().copy(**options)
+        return copied._adopt(self, _copied_headers(self, options))
+
+    with_options = copy
+
+    def close(self) -> None:
+        """Give the server up; it ends when nobody uses it and its keep-alive is over. Idempotent."""
+        if self._owner:
+            super().close()
+            self.server.__exit__(None, None, None)
+
+    def request(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().request(*args, **options)
+        except openai.APIConnectionError as error:
+            raise self._gone(error) from error
+
+    def _make_status_error(self, err_msg: str, *, body: object, response: Any) -> openai.APIStatusError:
+        return self._status_error(super()._make_status_error(err_msg, body=body, response=response))
+
+
+class AsyncLocalModel(_Local, openai.AsyncOpenAI):
+    """The same for `async` code."""
+
+    def copy(self, **options: Any) -> Self:
+        """As OpenAI's; the copy talks to the same server and does not end its use."""
+        copied = super().copy(**options)
+        return copied._adopt(self, _copied_headers(self, options))
+
+    with_options = copy
+
+    async def close(self) -> None:
+        """Give the server up; it ends when nobody uses it and its keep-alive is over. Idempotent."""
+        if self._owner:
+            await super().close()
+            self.server.__exit__(None, None, None)
+
+    async def request(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().request(*args, **options)
+        except openai.APIConnectionError as error:
+            raise self._gone(error) from error
+
+    def _make_status_error(self, err_msg: str, *, body: object, response: Any) -> openai.APIStatusError:
+        return self._status_error(super()._make_status_error(err_msg, body=body, response=response))
+
+
+class _Starting:
+    """What `async_local_model` returns: `async with` it, or await it. The start runs in a thread."""
+
+    def __init__(self, start: Callable[[], AsyncLocalModel]) -> None:
+        self._start = start
+        self._model: AsyncLocalModel | None = None
+
+    def __await__(self) -> Generator[Any, None, AsyncLocalModel]:
+        return self._run().__await__()
+
+    async def __aenter__(self) -> AsyncLocalModel:
+        self._model = await self._run()
+        return self._model
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._model is not None:
+            await self._model.close()
+
+    async def _run(self) -> AsyncLocalModel:
+        starting = asyncio.get_running_loop().run_in_executor(None, self._start)
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_give_up_late_start)
+            raise
+
+
+def _give_up_late_start(starting: asyncio.Future[AsyncLocalModel]) -> None:
+    """The caller was cancelled while the model was loading: nobody else will ever close it."""
+    with contextlib.suppress(LooprunError, asyncio.CancelledError):
+        starting.result().server.__exit__(None, None, None)
+
+
+def local_model(
+    alias: str | None = None,
+    *,
+    runtime: str | ModelRuntimePort | None = None,
+    auto_start: bool = True,
+    auto_download: bool = False,
+    timeout: float | None = None,
+    on_progress: OnProgress | None = None,
+    port: int | None = None,
+    keep_alive: float | None = None,
+    engine_flags: Sequence[str] = (),
+) -> LocalModel:
+    """An OpenAI client on a ready local server of this profile; starts one, or shares the one that runs.
+
+    alias: a profile's alias or short name; None is the one that `looprun init` chose, else ram24. Never downloads
+    unless auto_download. timeout: seconds to wait for readiness (240 by default). keep_alive: seconds that the server
+    stays after its last user (LOOPRUN_KEEP_ALIVE, else 300). engine_flags: extra llama-server flags. Raises
+    LooprunError: each names the cause and, as `hint`, the next command.
+    """
+    spec, handle = _start(
+        alias, runtime, auto_start, auto_download, timeout, on_progress, port, keep_alive, tuple(engine_flags)
+    )
+    return _connect(LocalModel, spec, handle, http_client(trust_env=False))
+
+
+def async_local_model(
+    alias: str | None = None,
+    *,
+    runtime: str | ModelRuntimePort | None = None,
+    auto_start: bool = True,
+    auto_download: bool = False,
+    timeout: float | None = None,
+    on_progress: OnProgress | None = None,
+    port: int | None = None,
+    keep_alive: float | None = None,
+    engine_flags: Sequence[str] = (),
+) -> _Starting:
+    """`async with async_local_model(...) as model`, or `model = await async_local_model(...)`; as `local_model`.
+
+    The start does not block the event loop; on_progress is called from another thread.
+    """
+
+    def start() -> AsyncLocalModel:
+        spec, handle = _start(
+            alias, runtime, auto_start, auto_download, timeout, on_progress, port, keep_alive, tuple(engine_flags)
+        )
+        http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, timeout=_timeout())
+        return _connect(AsyncLocalModel, spec, handle, http)
+
+    return _Starting(start)
+
+
+localModel = local_model  # noqa: N816 (the name that the original's users type)
+
+
+def local_model_status(
+    alias: str | None = None, *, runtime: str | ModelRuntimePort | None = None
+) -> RuntimeStatus:
+    """Which of engine, weights and server is missing for a profile; looks, and changes nothing."""
+    return pick_runtime(runtime).status(resolve_alias(alias))
+
+
+def http_client(*, trust_env: bool) -> Any:
+    """OpenAI's HTTP client without proxies; certificates are only loaded where the environment is trusted."""
+    return openai.DefaultHttpxClient(trust_env=trust_env, verify=trust_env, timeout=_timeout())
+
+
+def pick_runtime(
+    runtime: str | ModelRuntimePort | None,
+    *,
+    port: int | None = None,
+    keep_alive: float | None = None,
+    engine_flags: tuple[str, ...] = (),
+) -> ModelRuntimePort:
+    """The runtime to use; port, keep_alive and engine_flags belong to llama.cpp and are refused with any other."""
+    if runtime is None or runtime == LLAMA_CPP:
+        settings = load_settings()
+        options = Options(port=_checked_port(port), engine_flags=engine_flags)
+        return LlamaCppRuntime(settings, options, keep_alive=-1.0 if keep_alive is None else keep_alive)
+    if port is not None or keep_alive is not None or engine_flags:
+        raise UsageError(
+            "port, keep_alive and engine_flags are for the llama-cpp runtime.", hint="leave them out with runtime="
+        )
+    return load_runtime(runtime) if isinstance(runtime, str) else runtime
+
+
+def _start(
+    alias: str | None,
+    runtime: str | ModelRuntimePort | None,
+    auto_start: bool,
+    auto_download: bool,
+    timeout: float | None,
+    on_progress: OnProgress | None,
+    port: int | None,
+    keep_alive: float | None,
+    engine_flags: tuple[str, ...],
+) -> tuple[LocalModelSpec, ServerHandle]:
+    spec = resolve_alias(alias)
+    port_to_model = pick_runtime(runtime, port=port, keep_alive=keep_alive, engine_flags=engine_flags)
+    if auto_download:
+        port_to_model.ensure_model(spec, download=True, on_progress=on_progress)
+    handle = port_to_model.ensure_server(spec, auto_start=auto_start, timeout=timeout, on_progress=on_progress)
+    return spec, handle
+
+
+def _connect(kind: Any, spec: LocalModelSpec, handle: ServerHandle, http: Any) -> Any:
+    client = kind(base_url=handle.base_url, api_key=handle.api_key or NO_KEY, max_retries=0, timeout=_timeout(), http_client=http)
+    client.model, client.spec, client.server = getattr(handle, "served_id", spec.served_id), spec, handle
+    client._owner = True
+    _forget_cloud(client, {})
+    return client
+
+
+def _forget_cloud(client: Any, headers: Mapping[str, str]) -> None:
+    """OpenAI's constructor reads OPENAI_ORG_ID and its like for whatever was not given; none of it concerns this server."""
+    client.organization = client.project = client.admin_api_key = client.webhook_secret = None
+    client._custom_headers = dict(headers)
+
+
+def _copied_headers(client: Any, options: Mapping[str, Any]) -> dict[str, str]:
+    if options.get("set_default_headers") is not None:
+        return dict(options["set_default_headers"])
+    return {**client._custom_headers, **(options.get("default_headers") or {})}
+
+
+def _checked_port(port: int | None) -> int | None:
+    if port is not None and not 1 <= port <= 65535:
+        raise UsageError(f"port={port} cannot be used: it takes 1 to 65535.", hint="choose another port")
+    return port
+
+
+@functools.cache
+def _timeout() -> openai.Timeout:
+    return openai.Timeout(None, connect=CONNECT_TIMEOUT)
+
+
+def _next_context(tokens: int) -> int:
+    """The next round context above a prompt, with room for an answer."""
+    return (tokens + 2048 + 4095) // 4096 * 4096
+
+
+__all__ = [
+    "AsyncLocalModel",
+    "LocalModel",
+    "async_local_model",
+    "localModel",
+    "local_model",
+    "local_model_status",
+]

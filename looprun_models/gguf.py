@@ -1,0 +1,488 @@
+"""What a GGUF file says about itself, read from its header alone: `read_header(path)` gives a frozen
+`GgufHeader`.
+
+The weights are never read, so a 17 GB file costs as much as its tokenizer. What is checked is what a download
+that went wrong looks like: another kind of file under this name, a header that stops in the middle, weights
+that end early. The sizes of caches and checkpoints follow from the header by formulas that were measured on
+the tiny and wide test files.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import stat
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+from looprun_models.errors import WeightsBad, WeightsMissing
+
+Values: TypeAlias = Mapping[str, Any]
+
+KV_BYTES = {"f16": (2, 1), "q8_0": (34, 32)}
+"""Bytes of a KV element, as a fraction: q8_0 stores 32 elements in 34 bytes."""
+
+_WINDOW = 1 << 20
+_MAX_VALUES = 1 << 17
+_MAX_TENSORS = 1 << 20
+_MAX_STRINGS = 1 << 22
+_MAX_TEXT = 1 << 16
+_MAX_KEPT_ARRAY = 1 << 13
+_MAX_BLOCKS = 1 << 12
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_SCALARS = {kind: struct.Struct("<" + code) for kind, code in enumerate("BbHhIif?")} | {
+    kind: struct.Struct("<" + code) for kind, code in zip((10, 11, 12), "Qqd", strict=True)
+}
+_STRING, _ARRAY = 8, 9
+
+# ggml type: (elements, bytes) of a block. A type that is not here is not an error: engines learn new ones.
+_BLOCKS = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40),
+    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
+    16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82),
+    23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
+    34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
+}  # fmt: skip
+_EXPERTS = re.compile(rb"blk\.(\d{1,4})\.ffn_(?:up|down|gate|gate_up)_(?:ch)?exps\b")
+_INTERVAL_FAMILY = ("qwen35", "qwen35moe", "qwen3next")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The facts of one GGUF file. Every size is in bytes.
+
+    block_count counts the trunk's layers and, after them, the draft_layers (MTP blocks). kv_heads has one
+    entry for each trunk layer with full attention, draft_kv_heads one for each MTP block. recurrent_layers
+    carry a fixed state of recurrent_layer_bytes each (f32); a layer can be both. Sliding-window layers count
+    as full attention, which over-estimates their KV; recurrent families without `ssm` or `shortconv` keys
+    (RWKV, KDA) count no state. expert_layer_bytes has the routed experts of each block, what `-ncmoe` moves;
+    () when dense. data_end is where the last tensor's data ends. tensor_bytes, data_end and
+    expert_layer_bytes are of this file alone, which holds one of `shards` parts.
+    """
+
+    path: Path
+    file_size: int
+    version: int
+    architecture: str
+    name: str
+    context_length: int
+    embedding_length: int
+    block_count: int
+    draft_layers: int
+    recurrent_layers: int
+    kv_heads: tuple[int, ...]
+    draft_kv_heads: tuple[int, ...]
+    key_length: int
+    value_length: int
+    recurrent_layer_bytes: int
+    expert_layer_bytes: tuple[int, ...]
+    tensor_bytes: int
+    data_end: int
+    shards: int = 1
+
+    @property
+    def attention_layers(self) -> int:
+        return len(self.kv_heads)
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether `--spec-type draft-mtp` has something to draft with."""
+        return self.draft_layers > 0
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers keep a state that cannot be cut back, so that prefix reuse needs
+        checkpoints.
+        """
+        return self.recurrent_layers > 0
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """The state of all recurrent layers, whatever the number of tokens."""
+        return self.recurrent_layers * self.recurrent_layer_bytes
+
+    def live_recurrent_bytes(self, draft_max: int = 0) -> int:
+        """What a running server holds of `recurrent_bytes`: one state and, to take drafts back, one more for
+        each token that a draft may have (3 by the engine's default). Measured on the wide test file: 1, 2, 4
+        and 6 states for drafts of 0, 1, 3 and 5 tokens. Checkpoints hold one state each.
+        """
+        return (1 + draft_max) * self.recurrent_bytes
+
+    def kv_bytes(self, tokens: int, kv: str) -> int:
+        """The trunk's KV of so many tokens: `tokens * KV heads of all layers * (key + value length) * bytes`
+        of a kv element ('f16' 2, 'q8_0' 34/32). Measured on the tiny and wide test files: the engine's KV
+        buffer is this for its context, rounded up to 256 tokens.
+        """
+        return self._kv(self.kv_heads, tokens, kv)
+
+    def draft_kv_bytes(self, tokens: int, kv: str = "f16") -> int:
+        """The MTP blocks' own KV, by the formula of `kv_bytes`; f16 unless the engine is told otherwise,
+        whatever the trunk uses. Measured on the tiny and wide test files.
+        """
+        return self._kv(self.draft_kv_heads, tokens, kv)
+
+    def checkpoint_bytes(self, tokens: int, drafting: bool) -> int:
+        """One context checkpoint at so many tokens: the whole recurrent state and, when drafting, the draft's
+        KV of those tokens. 0 without recurrent layers: the engine then makes none. Measured on the tiny and
+        wide test files; the engine's own figure is higher by some 20 to 24 bytes a token.
+        """
+        if not self.is_hybrid:
+            return 0
+        return self.recurrent_bytes + (self.draft_kv_bytes(tokens) if drafting else 0)
+
+    def _kv(self, heads: tuple[int, ...], tokens: int, kv: str) -> int:
+        over, under = KV_BYTES[kv]
+        elements = tokens * sum(heads) * (self.key_length + self.value_length)
+        return -(-elements * over // under)
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read and check the header of a GGUF.
+
+    Raises WeightsMissing when nothing is there, and WeightsBad, saying why, when it is not a whole GGUF of a
+    language model. Any bytes at all end in one of these or in a header.
+    """
+    try:
+        found = path.stat()
+        if stat.S_ISDIR(found.st_mode):
+            raise WeightsBad(f"{path} is a folder, not a GGUF file.")
+        if not stat.S_ISREG(found.st_mode):
+            raise WeightsBad(f"{path} is not a regular file.")
+        with path.open("rb", buffering=0) as file:
+            return _parse(path, _Cursor(file, os.fstat(file.fileno()).st_size))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        broken = ": it is a link to a file that is gone" if path.is_symlink() else ""
+        raise WeightsMissing(f"{path} is not there{broken}.") from error
+    except _Unusable as error:
+        raise WeightsBad(f"{path} cannot be used: {error}.") from error
+    except OSError as error:
+        why = "permission denied" if error.errno == errno.EACCES else error.strerror or str(error)
+        raise WeightsBad(f"{path} cannot be read: {why}.") from error
+
+
+class _Unusable(Exception):
+    """Why these bytes are not a GGUF that can be served."""
+
+
+class _Cursor:
+    """A place in the file, with the bytes around it.
+
+    Not a memory map: a file that shrinks under a map ends the process with SIGBUS instead of an error.
+    """
+
+    def __init__(self, file: BinaryIO | Any, size: int) -> None:
+        self.size = size
+        self._file = file
+        self._window = b""
+        self._start = 0
+        self._at = 0
+
+    @property
+    def offset(self) -> int:
+        return self._start + self._at
+
+    def take(self, count: int) -> bytes:
+        if self._at + count > len(self._window):
+            self._refill(count)
+        taken = self._window[self._at : self._at + count]
+        self._at += count
+        return taken
+
+    def skip(self, count: int) -> None:
+        self._at += count
+        self._check(0)
+
+    def number(self, layout: struct.Struct) -> Any:
+        return layout.unpack(self.take(layout.size))[0]
+
+    def text(self) -> bytes:
+        length = self.number(_U64)
+        if length > _MAX_TEXT:
+            raise _Unusable(f"its header is damaged: a name of {length} bytes at offset {self.offset}")
+        return self.take(length)
+
+    def skip_strings(self, count: int) -> None:
+        """Real files hold hundreds of thousands of tokens and merges: the loop only steps over them."""
+        if count > _MAX_STRINGS:
+            raise _Unusable(f"its header is damaged: a list of {count} texts at offset {self.offset}")
+        unpack = _U64.unpack_from
+        while count:
+            window, at, done = self._window, self._at, 0
+            try:
+                for done in range(count):  # noqa: B007
+                    at += 8 + unpack(window, at)[0]
+                done = count
+            except (struct.error, OverflowError):
+                pass
+            self._at, count = at, count - done
+            if count:
+                self._refill(8)
+        self._check(0)
+
+    def _check(self, count: int) -> None:
+        if self.offset + count > self.size:
+            raise _Unusable(f"its header is cut short or damaged: it runs past the end, at {self.size} bytes")
+
+    def _refill(self, count: int) -> None:
+        self._check(count)
+        self._start, self._at = self.offset, 0
+        self._file.seek(self._start)
+        self._window = self._file.read(max(count, _WINDOW))
+        if len(self._window) < count:
+            raise _Unusable("it became shorter while it was read")
+
+
+@dataclass(slots=True)
+class _Tensors:
+    """Sums over the tensor table; offsets count from the start of the data section."""
+
+    end: int = 0
+    total: int = 0
+    experts: dict[int, int] | None = None
+
+
+def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
+    version = _version(cursor)
+    tensors, count = cursor.number(_U64), cursor.number(_U64)
+    if tensors > _MAX_TENSORS or count > _MAX_VALUES:
+        raise _Unusable(f"its header is damaged: it claims {tensors} tensors and {count} values")
+    values = dict(_value(cursor) for _ in range(count))
+    shards = _whole(values, "split.count", 1)
+    if "general.architecture" not in values and shards > 1:
+        raise _Unusable(f"it is part {_whole(values, 'split.no', 0) + 1} of {shards}: name the first part")
+    table = _tensor_table(cursor, tensors)
+    alignment = _whole(values, "general.alignment", 32)
+    if alignment < 1 or alignment & (alignment - 1):
+        raise _Unusable(f"its alignment is {alignment}, not a power of two")
+    data_start = -(-cursor.offset // alignment) * alignment if tensors else cursor.offset
+    if data_start + table.end > cursor.size:
+        raise _Unusable(f"it is cut short: {cursor.size} of {data_start + table.end} bytes")
+    return _header(path, cursor.size, version, values, table, data_start, max(shards, 1))
+
+
+def _header(
+    path: Path, size: int, version: int, values: Values, table: _Tensors, data_start: int, shards: int
+) -> GgufHeader:
+    arch = _text(values, "general.architecture")
+    blocks, drafts = _block_counts(values, arch)
+    layers = _Layers(values, arch, blocks - drafts)
+    embedding = _whole(values, f"{arch}.embedding_length")
+    heads = _per_layer(values, f"{arch}.attention.head_count", blocks, 0)
+    kv_heads = _per_layer(values, f"{arch}.attention.head_count_kv", blocks, None) or heads
+    share = embedding // max(heads, default=0) if any(heads) else 0
+    attention, recurrent = layers.split(kv_heads)
+    return GgufHeader(
+        path=path,
+        file_size=size,
+        version=version,
+        architecture=arch,
+        name=_text(values, "general.name", ""),
+        context_length=_whole(values, f"{arch}.context_length"),
+        embedding_length=embedding,
+        block_count=blocks,
+        draft_layers=drafts,
+        recurrent_layers=len(recurrent),
+        kv_heads=tuple(kv_heads[i] for i in attention),
+        draft_kv_heads=tuple(kv_heads[blocks - drafts :]),
+        key_length=_whole(values, f"{arch}.attention.key_length", share),
+        value_length=_whole(values, f"{arch}.attention.value_length", share),
+        recurrent_layer_bytes=layers.state_bytes(embedding) if recurrent else 0,
+        expert_layer_bytes=tuple(table.experts.get(i, 0) for i in range(blocks)) if table.experts else (),
+        tensor_bytes=table.total,
+        data_end=data_start + table.end,
+        shards=shards,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """Which trunk layers attend and which carry a recurrent state, by the engine's own rules."""
+
+    values: Values
+    arch: str
+    trunk: int
+
+    def split(self, kv_heads: list[int]) -> tuple[list[int], list[int]]:
+        """The numbers of the attention layers and of the recurrent layers."""
+        every = list(range(self.trunk))
+        if not self._has_state():
+            return [i for i in every if kv_heads[i]], []
+        flags = self.values.get(f"{self.arch}.attention.recurrent_layers")
+        interval = f"{self.arch}.full_attention_interval"
+        if isinstance(flags, list) and len(flags) >= self.trunk:
+            recurrent = [i for i in every if flags[i]]
+        elif interval in self.values or self.arch in _INTERVAL_FAMILY:
+            step = _whole(self.values, interval, 4)
+            if step < 1:
+                raise _Unusable(f"its {interval} is {step}")
+            recurrent = [i for i in every if (i + 1) % step]
+        else:
+            # Without a rule, no KV heads means a recurrent layer; where every layer has some, each does both.
+            attending = [i for i in every if kv_heads[i]]
+            return attending, every if len(attending) == self.trunk else [i for i in every if not kv_heads[i]]
+        return [i for i in every if i not in set(recurrent) and kv_heads[i]], recurrent
+
+    def state_bytes(self, embedding: int) -> int:
+        """`4 * (inner * state + (kernel - 1) * (inner + 2 * groups * state))`: the state and the
+        convolution's tail, both f32; families with `shortconv` have only a tail of the embedding's width.
+        """
+        conv = _whole(self.values, f"{self.arch}.shortconv.l_cache", 0)
+        if conv:
+            return 4 * embedding * (conv - 1)
+        inner, state, groups, kernel = (
+            _whole(self.values, f"{self.arch}.ssm.{key}", 0)
+            for key in ("inner_size", "state_size", "group_count", "conv_kernel")
+        )
+        return 4 * (inner * state + max(kernel - 1, 0) * (inner + 2 * groups * state))
+
+    def _has_state(self) -> bool:
+        return any(f"{self.arch}.{key}" in self.values for key in ("ssm.conv_kernel", "shortconv.l_cache"))
+
+
+def _version(cursor: _Cursor) -> int:
+    """Check the magic; what usually lies under a model's name instead is told by its first bytes."""
+    if cursor.size == 0:
+        raise _Unusable("it is empty")
+    start = cursor.take(min(cursor.size, 256))
+    if not start.startswith(b"GGUF"):
+        raise _Unusable(_kind_of(start))
+    cursor.skip(4 - len(start))
+    version: int = cursor.number(_U32)
+    if version and version % 0x10000 == 0:
+        raise _Unusable("it is a big-endian GGUF, which this machine's engine does not read")
+    if version not in (2, 3):
+        raise _Unusable(f"it is GGUF version {version}; versions 2 and 3 are known")
+    return version
+
+
+def _kind_of(start: bytes) -> str:
+    words = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if not start.strip(b"\0"):
+        return "it begins with zeros, as a file does that was reserved and never filled"
+    if words.startswith(b"version https://git-lfs"):
+        return "it is a Git LFS pointer, a note of where the weights are, not the weights"
+    if words.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        return "it is an HTML page, such as a login or error page saved under this name"
+    if start.startswith((b"PK\x03\x04", b"\x1f\x8b")):
+        return "it is a zip or gzip archive (perhaps a PyTorch checkpoint), not a GGUF"
+    if start[8:9] == b"{" and start[:8].rstrip(b"\0") and start[5:8] == bytes(3):
+        return "it is a safetensors file, not a GGUF"
+    if words.startswith(b"{"):
+        return "it is a JSON text, such as a server's error reply saved under this name"
+    if start[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):
+        return "it is in the old GGML format that came before GGUF"
+    return f"it does not begin with 'GGUF' but with {start[:4]!r}"
+
+
+def _value(cursor: _Cursor) -> tuple[str, Any]:
+    """One key with its value, or None for what nobody here asks for (long texts and lists)."""
+    key = cursor.text().decode("utf-8", "replace")
+    kind = cursor.number(_U32)
+    if kind in _SCALARS:
+        return key, cursor.number(_SCALARS[kind])
+    if kind == _STRING:
+        if key.startswith("general."):
+            return key, _kept_text(cursor)
+        cursor.skip(cursor.number(_U64))
+        return key, None
+    if kind == _ARRAY:
+        return key, _array(cursor, key)
+    raise _Unusable(f"its header is damaged: {key[:80]!r} is of the unknown type {kind}")
+
+
+def _kept_text(cursor: _Cursor) -> str | None:
+    """Descriptions can be long and are not wanted; names are short."""
+    length = cursor.number(_U64)
+    if length > _MAX_TEXT:
+        cursor.skip(length)
+        return None
+    return cursor.take(length).decode("utf-8", "replace")
+
+
+def _array(cursor: _Cursor, key: str) -> list[Any] | None:
+    kind, count = cursor.number(_U32), cursor.number(_U64)
+    if kind == _STRING:
+        cursor.skip_strings(count)
+        return None
+    layout = _SCALARS.get(kind)
+    if layout is None:
+        raise _Unusable(f"its header is damaged: the list {key[:80]!r} is of the unknown type {kind}")
+    if count > _MAX_KEPT_ARRAY:
+        cursor.skip(count * layout.size)
+        return None
+    return [item for (item,) in layout.iter_unpack(cursor.take(count * layout.size))]
+
+
+def _tensor_table(cursor: _Cursor, count: int) -> _Tensors:
+    table = _Tensors(experts={})
+    sized = []
+    for name, dims, kind, offset in (_tensor(cursor) for _ in range(count)):
+        per_block, block_bytes = _BLOCKS.get(kind, (0, 0))
+        size = -(-math.prod(dims) // per_block) * block_bytes if per_block else None
+        sized.append((offset, size, name))
+    sized.sort(key=lambda tensor: tensor[0])
+    following = [offset for offset, _, _ in sized[1:]]
+    for (offset, size, name), after in zip(sized, [*following, None], strict=True):
+        # A type that is not known ends where the next tensor begins; only the last has to be taken on trust.
+        known = size if size is not None else (after or offset) - offset
+        table.total += known
+        table.end = max(table.end, offset + known)
+        expert = _EXPERTS.match(name)
+        if expert and table.experts is not None:
+            layer = int(expert[1])
+            table.experts[layer] = table.experts.get(layer, 0) + known
+    return table
+
+
+def _tensor(cursor: _Cursor) -> tuple[bytes, tuple[int, ...], int, int]:
+    name = cursor.text()
+    rank = cursor.number(_U32)
+    if rank > 4:
+        raise _Unusable(f"its header is damaged: the tensor {name[:80]!r} has {rank} dimensions")
+    *dims, kind, offset = struct.unpack(f"<{rank}QIQ", cursor.take(8 * rank + 12))
+    return name, tuple(dims), kind, offset
+
+
+def _block_counts(values: Values, arch: str) -> tuple[int, int]:
+    blocks, drafts = _whole(values, f"{arch}.block_count"), _whole(values, f"{arch}.nextn_predict_layers", 0)
+    if not 1 <= blocks <= _MAX_BLOCKS or drafts > blocks:
+        raise _Unusable(f"its header is damaged: it claims {blocks} blocks, {drafts} of them for drafts")
+    return blocks, drafts
+
+
+def _text(values: Values, key: str, default: str | None = None) -> str:
+    value = values.get(key, default)
+    if isinstance(value, str) and (value or default is not None):
+        return value
+    if default is not None:
+        return default
+    raise _Unusable(f"its header has no {key}")
+
+
+def _whole(values: Values, key: str, default: int | None = None) -> int:
+    value = values.get(key, default)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if key not in values:
+        kind = values.get("general.type", "model")
+        what = f"a {kind} file" if isinstance(kind, str) and kind != "model" else "not a language model"
+        raise _Unusable(f"its header has no {key}: it is {what}")
+    raise _Unusable(f"its {key} is not a whole number")
+
+
+def _per_layer(values: Values, key: str, blocks: int, default: int | None) -> list[int]:
+    """One number for each block, from a scalar or a list; a short list goes on with its last entry."""
+    value = values.get(key, default)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        return [_whole(values, key, default)] * blocks
+    if not value or not all(isinstance(item, int) and item >= 0 for item in value):
+        raise _Unusable(f"its {key} is not a list of whole numbers")
+    return [*value, *[value[-1]] * (blocks - len(value))][:blocks]

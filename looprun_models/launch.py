@@ -1,0 +1,478 @@
+"""From a profile, the settings, an engine and the weights to a complete `LaunchPlan`. Pure: nothing is read or started.
+
+Every flag of the plan says where its value comes from and why it stands. To add a flag to the recipe, add a line to
+`_recipe`; to make it settable after `--`, a line to `OVERRIDES`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from looprun_models.engine import FLOOR, Device, Engine, child_environ, system_config
+from looprun_models.errors import BadSetting, EngineTooLittle, NotEnoughMemory, ReservedFlag, UsageError, WeightsBad
+from looprun_models.fit import Fit, Sizing, fit_plan, gib
+from looprun_models.gguf import GgufHeader
+from looprun_models.machine import Machine
+from looprun_models.registry import LocalModelSpec
+from looprun_models.settings import KV_TYPES, Settings
+from looprun_models.wire import LOOPBACK, Record
+
+OVERRIDES = {
+    "-c": "ctx",
+    "--ctx-size": "ctx",
+    "-ctk": "kv_k",
+    "--cache-type-k": "kv_k",
+    "-ctv": "kv_v",
+    "--cache-type-v": "kv_v",
+    "-ctxcp": "ctx_checkpoints",
+    "--ctx-checkpoints": "ctx_checkpoints",
+    "--swa-checkpoints": "ctx_checkpoints",
+    "-cram": "cache_ram",
+    "--cache-ram": "cache_ram",
+    "--spec-type": "spec_type",
+    "-ngl": "gpu_layers",
+    "--gpu-layers": "gpu_layers",
+    "--n-gpu-layers": "gpu_layers",
+    "-fa": "flash_attn",
+    "--flash-attn": "flash_attn",
+    "-np": "parallel",
+    "--parallel": "parallel",
+    "-t": "threads",
+    "--threads": "threads",
+}
+"""Recipe flags that may be given after `--`; their values enter the plan, so that memory check and identity stay true."""
+
+RESERVED = {
+    "--host": "use --host before the `--`",
+    "--port": "use --port before the `--`",
+    "-m": "set the profile's path variable (looprun models show ALIAS names it)",
+    "--model": "set the profile's path variable (looprun models show ALIAS names it)",
+    "-a": "the served id is the profile's `served_id`",
+    "--alias": "the served id is the profile's `served_id`",
+    "--slot-save-path": "set LLAMA_SLOT_SAVE_PATH",
+    "--api-key": "use --api-key before the `--`",
+    "--api-key-file": "use --api-key before the `--`",
+    "-hf": "looprun models pull fetches the weights",
+    "--hf-repo": "looprun models pull fetches the weights",
+    "-mu": "looprun models pull fetches the weights",
+    "--model-url": "looprun models pull fetches the weights",
+    "--reuse-port": "one server has one port",
+}
+_WHOLE_NUMBERS = {"ctx": 1, "ctx_checkpoints": 0, "cache_ram": 0, "parallel": 1, "threads": 1, "gpu_layers": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller chose, over variables and profile. api_key: a key the server must ask for; spare_key: one to use
+    when the engine cannot close itself to web pages otherwise. engine_flags: what stood after `--`."""
+
+    port: int | None = None
+    host: str = LOOPBACK
+    api_key: str | None = None
+    spare_key: str = ""
+    engine_flags: tuple[str, ...] = ()
+    as_quoted: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFolder:
+    """Where the engine may save trunk states; path None means nowhere, and why."""
+
+    path: Path | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of the recipe and what decided it: "profile", "variable NAME", "option"."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The recipe's values before the machine is looked at: what makes two servers the same.
+
+    extra: engine flags passed through as they are.
+    """
+
+    values: Mapping[str, Value]
+    extra: tuple[str, ...]
+    fingerprint: str = ""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name].value
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag of the command line: its words, what decided its value, and why it stands."""
+
+    words: tuple[str, ...]
+    origin: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """All that is needed to start a server, and to explain it. env is the child's whole environment."""
+
+    spec: LocalModelSpec
+    engine: Engine
+    model: Path
+    header: GgufHeader
+    host: str
+    port: int
+    api_key: str | None
+    ctx: int
+    parallel: int
+    fingerprint: str
+    flags: tuple[Flag, ...]
+    env: Mapping[str, str] = field(repr=False)
+    fit: Fit
+    notes: tuple[str, ...]
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return (*self.engine.command, *(word for flag in self.flags for word in flag.words))
+
+    @property
+    def command_line(self) -> str:
+        """Ready to paste; the key, if there is one, travels in LLAMA_API_KEY and is not shown."""
+        return shlex.join(self.argv)
+
+    def record_fields(self) -> dict[str, Any]:
+        """What the record of a server of this plan says before it is started."""
+        return {
+            "alias": self.spec.alias,
+            "served_id": self.spec.served_id,
+            "fingerprint": self.fingerprint,
+            "host": self.host,
+            "port": self.port,
+            "api_key": self.api_key,
+            "model_path": str(self.model),
+            "model_size": self.header.file_size,
+            "ctx": self.ctx,
+            "parallel": self.parallel,
+            "engine": str(self.engine.path),
+            "engine_identity": self.engine.identity,
+            "build": self.engine.build,
+            "summary": summarise(self),
+        }
+
+
+def summarise(plan: LaunchPlan) -> str:
+    """The plan in a few words: "ctx 24576, KV q8_0, cache 512 MiB, draft-mtp"."""
+    words = {word: flag.words[-1] for flag in plan.flags for word in flag.words[:1]}
+    drafts = f", {words['--spec-type']}" if "--spec-type" in words else ""
+    return f"ctx {plan.ctx}, KV {words['-ctk']}, RAM cache {plan.fit.cache_ram_mib} MiB{drafts}"
+
+
+def read_request(
+    spec: LocalModelSpec,
+    settings: Settings,
+    options: Options,
+    *,
+    engine_identity: str,
+    weights_identity: str,
+    slot_dir: Path | None,
+) -> Request:
+    """Merge option over variable over profile. Raises BadSetting or ReservedFlag before anything else is looked at."""
+    overrides, extra = split_engine_flags((*spec.engine_flags, *options.engine_flags))
+
+    def pick(name: str, profile: Any, variable: str = "", value: Any = None) -> Value:
+        if name in overrides:
+            return Value(overrides[name], "option")
+        return Value(value, f"variable {variable}") if value is not None else Value(profile, "profile")
+
+    spec_type = pick("spec_type", spec.spec_type or "", "LLAMA_SPEC_TYPE", settings.spec_type)
+    values = {
+        "ctx": pick("ctx", spec.ctx, "LLAMA_CTX", settings.ctx),
+        "kv_k": pick("kv_k", spec.kv, "LLAMA_KV", settings.kv),
+        "kv_v": pick("kv_v", spec.kv, "LLAMA_KV", settings.kv),
+        "ctx_checkpoints": pick("ctx_checkpoints", spec.ctx_checkpoints),
+        "cache_ram": pick("cache_ram", spec.cache_ram_mib, "LLAMA_CACHE_RAM", settings.cache_ram),
+        "spec_type": spec_type if spec_type.value != "none" else Value("", spec_type.origin),
+        "gpu_layers": pick("gpu_layers", 99),
+        "flash_attn": pick("flash_attn", "on"),
+        "parallel": pick("parallel", spec.parallel),
+        "threads": pick("threads", None),
+    }
+    same = {name: value.value for name, value in values.items()}
+    same |= {"extra": extra, "engine": engine_identity, "weights": weights_identity, "id": spec.served_id}
+    same |= {"slots": str(slot_dir), "as_quoted": options.as_quoted, "ncp": spec.parallel}
+    digest = hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()
+    return Request(values, extra, digest[:12])
+
+
+def split_engine_flags(flags: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Recipe values and the rest. Raises ReservedFlag for what the manager decides, BadSetting for a bad value."""
+    overrides: dict[str, Any] = {}
+    extra: list[str] = []
+    words = list(flags)
+    while words:
+        word = words.pop(0)
+        name, joined, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        if name in RESERVED:
+            raise ReservedFlag(name, RESERVED[name])
+        if name not in OVERRIDES:
+            extra.append(word)
+            continue
+        if not joined:
+            if not words:
+                raise BadSetting(name, "", "a value after it", hint=f"give {name} a value, or leave it out")
+            value = words.pop(0)
+        overrides[OVERRIDES[name]] = _override(name, OVERRIDES[name], value)
+    return overrides, tuple(extra)
+
+
+def _override(flag: str, name: str, text: str) -> Any:
+    hint = f"change or leave out {flag}"
+    if name in _WHOLE_NUMBERS:
+        least = _WHOLE_NUMBERS[name]
+        if not re.fullmatch(r"\d+", text) or int(text) < least:
+            raise BadSetting(flag, text, f"a whole number, {least} or more", hint=hint)
+        return int(text)
+    if name in ("kv_k", "kv_v") and text not in KV_TYPES:
+        raise BadSetting(flag, text, " or ".join(KV_TYPES), hint=hint)
+    return text
+
+
+def plan_launch(
+    spec: LocalModelSpec,
+    settings: Settings,
+    options: Options,
+    request: Request,
+    *,
+    port: int,
+    engine: Engine,
+    header: GgufHeader,
+    machine: Machine,
+    devices: tuple[Device, ...] = (),
+    slots: SlotFolder,
+) -> LaunchPlan:
+    """The complete plan. Raises EngineTooLittle, WeightsBad or BadSetting for what could not work."""
+    _check_model(spec, request, header)
+    origins = {name: value.origin for name, value in request.values.items()}
+    sizing = Sizing(
+        ctx=request["ctx"],
+        kv=max(request["kv_k"], request["kv_v"], key=["q8_0", "f16"].index),
+        drafting=bool(request["spec_type"]),
+        ctx_checkpoints=request["ctx_checkpoints"],
+        cache_ram_mib=request["cache_ram"],
+        checkpoints_fixed=origins["ctx_checkpoints"] != "profile",
+        cache_fixed=origins["cache_ram"] != "profile",
+    )
+    fit = fit_plan(header, sizing, machine, devices, as_quoted=options.as_quoted)
+    api_key = options.api_key or (None if engine.has("--cors-origins") else options.spare_key)
+    flags = _recipe(spec, request, options, port, engine, header, machine, fit, slots.path)
+    _check_flags(flags, engine)
+    needs_path = not engine.embedded and (engine.library_path or machine.system == "Darwin")
+    env, dropped = child_environ(settings, library_path=engine.path.parent if needs_path else None)
+    if api_key:
+        env["LLAMA_API_KEY"] = api_key
+    return LaunchPlan(
+        spec=spec,
+        engine=engine,
+        model=header.path,
+        header=header,
+        host=options.host,
+        port=port,
+        api_key=api_key,
+        ctx=request["ctx"],
+        parallel=request["parallel"],
+        fingerprint=request.fingerprint,
+        flags=flags,
+        env=env,
+        fit=fit,
+        notes=tuple(_notes(spec, settings, engine, header, machine, devices, fit, dropped, slots)),
+    )
+
+
+def check_memory(plan: LaunchPlan, others: Iterable[Record], *, smaller: str = "") -> None:
+    """Raises NotEnoughMemory when the plan does not fit, naming servers of ours that hold memory and what would mend it."""
+    fit = plan.fit
+    if fit.verdict != "does not fit":
+        return
+    running = "".join(
+        f"\n  {other.alias} (pid {other.child_pid}) is running: looprun models stop {other.alias}" for other in others
+    )
+    steps = [f"a smaller tier: looprun models serve {smaller}"] if smaller else []
+    if plan.ctx > 8192:
+        steps.append("a shorter context: LLAMA_CTX=8192")
+    steps.append("or start it all the same: --force")
+    raise NotEnoughMemory(
+        f"{plan.spec.alias} does not fit: it takes {gib(fit.total)} and {gib(fit.available)} are available.\n"
+        f"  {fit.arithmetic()}{running}",
+        hint="; ".join(steps),
+    )
+
+
+def _check_model(spec: LocalModelSpec, request: Request, header: GgufHeader) -> None:
+    if "draft-mtp" in request["spec_type"] and not header.has_draft_head:
+        raise WeightsBad(
+            f"{header.path} has no MTP head, and {spec.alias} asks for draft-mtp "
+            f"({request.values['spec_type'].origin}).",
+            hint=f"serve it without drafts: LLAMA_SPEC_TYPE='' looprun models serve {spec.alias}",
+        )
+    if header.is_hybrid and request["cache_ram"] == 0:
+        name = request.values["cache_ram"].origin.removeprefix("variable ")
+        raise BadSetting(
+            "LLAMA_CACHE_RAM" if name == "profile" else name,
+            "0",
+            "1 MiB or more for a hybrid model: without the RAM prompt cache every agent switch reads the whole prompt",
+        )
+    if request["flash_attn"] in ("off", "0") and request["kv_v"] != "f16":
+        raise BadSetting("-fa", str(request["flash_attn"]), "on, while the KV cache is q8_0 (or set LLAMA_KV=f16)")
+
+
+def _check_flags(flags: Sequence[Flag], engine: Engine) -> None:
+    """Each flag is one the engine lists: a refusal here costs nothing, at the engine it costs a start."""
+    for flag in flags:
+        for word in flag.words:
+            if not re.match(r"--?[A-Za-z]", word) or word in engine.flags:
+                continue
+            if flag.origin == "option":
+                raise UsageError(
+                    f"the engine {engine.label} does not know the flag {word}.",
+                    hint=f"{' '.join(engine.command)} --help lists what it takes",
+                )
+            raise EngineTooLittle(
+                f"the engine {engine.label} lacks {word}, which the recipe needs ({flag.reason}).",
+                hint=f'use a llama-server of build b{FLOOR} or later (LLAMA_BIN), or: pip install "looprun-models[embedded]"',
+            )
+    drafts = next((flag for flag in flags if flag.words[0] == "--spec-type"), None)
+    for kind in drafts.words[1].split(",") if drafts else ():
+        if not re.search(rf"(?<![\w-]){re.escape(kind)}(?![\w-])", engine.help_text):
+            raise EngineTooLittle(
+                f"the engine {engine.label} does not know --spec-type {kind} ({drafts.origin if drafts else ''}).",
+                hint="serve without drafts: LLAMA_SPEC_TYPE='', or use a newer engine (LLAMA_BIN)",
+            )
+
+
+def _recipe(
+    spec: LocalModelSpec,
+    request: Request,
+    options: Options,
+    port: int,
+    engine: Engine,
+    header: GgufHeader,
+    machine: Machine,
+    fit: Fit,
+    slot_dir: Path | None,
+) -> tuple[Flag, ...]:
+    values = request.values
+
+    def fitted(name: str, now: int) -> str:
+        return values[name].origin if values[name].value == now else f"fitted (quoted {values[name].value})"
+
+    port_origin = "option" if options.port == port else "profile" if port == spec.port else "looprun"
+    flags = [
+        Flag(("-m", str(header.path)), "profile", "the weights"),
+        Flag(("--host", options.host), "looprun" if options.host == LOOPBACK else "option", "who can reach it"),
+        Flag(("--port", str(port)), port_origin, "where clients find it"),
+        Flag(
+            ("--alias", f"{spec.served_id},{spec.served_id}@{request.fingerprint}"),
+            "profile",
+            "the served id, and a second name that proves which plan is serving",
+        ),
+        Flag(("--jinja",), "looprun", "tool calls and template arguments need the model's own template"),
+        Flag(("-fa", str(request["flash_attn"])), values["flash_attn"].origin, "a quantized V cache needs flash attention"),
+        Flag(("-ngl", str(request["gpu_layers"])), values["gpu_layers"].origin, "every layer on the GPU, if there is one"),
+        _locked_in_ram(engine),
+        Flag(("-np", str(request["parallel"])), values["parallel"].origin, "one slot keeps the shared prefix resident"),
+        Flag(("-c", str(request["ctx"])), values["ctx"].origin, "context, in tokens"),
+        Flag(("-ctk", request["kv_k"]), values["kv_k"].origin, "type of the K cache"),
+        Flag(("-ctv", request["kv_v"]), values["kv_v"].origin, "type of the V cache"),
+        Flag(
+            ("-ctxcp", str(fit.ctx_checkpoints)),
+            fitted("ctx_checkpoints", fit.ctx_checkpoints),
+            "context checkpoints: what a hybrid model can step back to",
+        ),
+        Flag(
+            ("--cache-ram", str(fit.cache_ram_mib)),
+            fitted("cache_ram", fit.cache_ram_mib),
+            "MiB of RAM prompt cache: keeps other agents warm over a switch",
+        ),
+    ]
+    if slot_dir:
+        flags.append(Flag(("--slot-save-path", str(slot_dir)), "looprun", "where trunk states are kept over restarts"))
+    if request["spec_type"]:
+        reason = "the trained head in the file drafts, and every draft is verified"
+        flags.append(Flag(("--spec-type", request["spec_type"]), values["spec_type"].origin, reason))
+    flags.append(Flag(("--metrics",), "looprun", "what `status` and benchmarks read"))
+    flags.append(Flag(("--slots",), "looprun", "who is being served"))
+    if engine.has("--cors-origins"):
+        origin = f"http://{LOOPBACK}:{port}"
+        flags.append(Flag(("--cors-origins", origin), "looprun", "no other web page may use the model"))
+    flags += _threads(request, machine)
+    if fit.ncmoe and "-ncmoe" not in request.extra and "--n-cpu-moe" not in request.extra:
+        reason = "experts of so many layers stay in main memory: the GPU has too little"
+        flags.append(Flag(("-ncmoe", str(fit.ncmoe)), "fitted", reason))
+    if request.extra:
+        flags.append(Flag(request.extra, "option", "passed through"))
+    return tuple(flags)
+
+
+def _locked_in_ram(engine: Engine) -> Flag:
+    """The same request in the words of the build: the old pair is gone since b10883, and before that the later of the
+    two silently undid the first."""
+    reason = "locked in RAM: an idle model is not paged out"
+    if engine.has("--load-mode"):
+        return Flag(("--load-mode", "mlock"), "engine dialect", reason)
+    return Flag(("--mlock", "--no-mmap"), "engine dialect", reason)
+
+
+def _threads(request: Request, machine: Machine) -> list[Flag]:
+    chosen = request.values["threads"]
+    if chosen.value is not None:
+        return [Flag(("-t", str(chosen.value)), chosen.origin, "threads")]
+    if machine.threads is not None:
+        reason = f"the CPU quota is {machine.cpu_quota:g} of {machine.cores} visible cores"
+        return [Flag(("-t", str(machine.threads)), "fitted", reason)]
+    return []
+
+
+def _notes(
+    spec: LocalModelSpec,
+    settings: Settings,
+    engine: Engine,
+    header: GgufHeader,
+    machine: Machine,
+    devices: tuple[Device, ...],
+    fit: Fit,
+    dropped: tuple[str, ...],
+    slots: SlotFolder,
+) -> Iterable[str]:
+    yield from fit.changes
+    yield from fit.warnings
+    if engine.note:
+        yield f"engine {engine.path}: {engine.note}"
+    if dropped:
+        yield f"kept from the engine: {', '.join(dropped)} (the recipe decides)"
+    config = system_config(settings)
+    if config:
+        yield f"{config} exists; it can change what the recipe does not set"
+    if machine.memlock_limit is not None and machine.memlock_limit < header.file_size:
+        yield (
+            f"the locked-memory limit is {gib(machine.memlock_limit)}, the weights take {gib(header.file_size)}: they "
+            "will not be locked in RAM (raise it with ulimit -l)"
+        )
+    if spec.tier and not devices and not machine.apple_silicon:
+        yield "the profile was measured on a GPU; this engine has none and runs on the CPU, which is much slower"
+    if slots.path is None:
+        yield f"trunk states are not kept over restarts: {slots.why}"
+    if fit.ncmoe:
+        yield (
+            f"the GPU has {gib(fit.gpu_free)} free of the {gib(fit.gpu_need)} needed: -ncmoe {fit.ncmoe} keeps the "
+            "experts of so many layers in main memory"
+        )

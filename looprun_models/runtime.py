@@ -1,0 +1,330 @@
+"""The seam: what a runtime does for an agent, and the llama.cpp runtime that this package ships.
+
+Another runtime is a class with the three methods of `ModelRuntimePort`, registered under the entry-point group
+`looprun_models.runtimes`; `local_model(runtime=...)` and `--runtime` use it unchanged. `looprun_models.testing` has the
+tests that it should pass.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, Self, runtime_checkable
+
+from looprun_models import weights as weights_module
+from looprun_models.engine import Engine, devices, find_engine
+from looprun_models.errors import EngineMissing, FolderUnwritable, RuntimeBroken, UnknownRuntime, UsageError
+from looprun_models.launch import LaunchPlan, Options, Request, SlotFolder, check_memory, plan_launch, read_request
+from looprun_models.machine import inspect_machine
+from looprun_models.progress import OnProgress
+from looprun_models.registry import LocalModelSpec, load_profiles
+from looprun_models.servers import Lease, Wanted, ensure_server, list_servers
+from looprun_models.settings import DEFAULT_KEEP_ALIVE, Settings, load_settings, private_dir
+from looprun_models.weights import MISSING, Weights, inspect_weights, mending_error, require_weights, weights_path
+from looprun_models.wire import Record, identify, proves
+
+ENTRY_POINTS = "looprun_models.runtimes"
+LLAMA_CPP = "llama-cpp"
+
+
+@dataclass(frozen=True, slots=True)
+class BinaryStatus:
+    """The program behind a runtime. note: why it is not ok, or what to know about it. fix: the next command."""
+
+    path: str | None
+    ok: bool
+    note: str = ""
+    build: int | None = None
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFileStatus:
+    """The weights. state: missing | partial | bad | ok. fix: the next command."""
+
+    path: str
+    state: str
+    note: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """The server of this model. serves: what it says it serves."""
+
+    up: bool
+    base_url: str | None = None
+    serves: str | None = None
+    note: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStatus:
+    """Which of the three things is wrong, if one is. None where a runtime has no such thing."""
+
+    runtime: str
+    binary: BinaryStatus | None
+    model_file: ModelFileStatus | None
+    server: ServerStatus
+
+    @property
+    def ready_to_start(self) -> bool:
+        """Whether nothing is missing."""
+        return (self.binary is None or self.binary.ok) and (
+            self.model_file is None or self.model_file.state == weights_module.OK
+        )
+
+
+@runtime_checkable
+class ServerHandle(Protocol):
+    """A server in use. Leaving the `with` block gives it up; `stop()` ends it, if it is ours to end.
+
+    base_url ends in /v1. A handle may also have `served_id`, when its server knows the model under another name.
+    """
+
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def api_key(self) -> str | None: ...
+    @property
+    def already_running(self) -> bool: ...
+    def stop(self) -> Any: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@runtime_checkable
+class ModelRuntimePort(Protocol):
+    """What `local_model` and the commands call, in this order: status to report, ensure_model, ensure_server."""
+
+    id: str
+
+    def status(self, spec: LocalModelSpec) -> RuntimeStatus:
+        """Look, change nothing, never use the network beyond the server's own address."""
+        ...
+
+    def ensure_model(
+        self, spec: LocalModelSpec, *, download: bool = False, on_progress: OnProgress | None = None
+    ) -> Path | str:
+        """Where the model is. Fetches only when download is set; raises WeightsMissing or WeightsBad otherwise."""
+        ...
+
+    def ensure_server(
+        self,
+        spec: LocalModelSpec,
+        *,
+        auto_start: bool = True,
+        timeout: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> ServerHandle:
+        """A server that is ready and proves that it serves this model. timeout in seconds."""
+        ...
+
+
+class LlamaCppRuntime:
+    """llama-server, found on this machine and run with measured flags.
+
+    strict_port: PortInUse when the port is taken, instead of the next free one. keep_alive: seconds that the server
+    stays after this user, None for ever; by default LOOPRUN_KEEP_ALIVE, else 300.
+    """
+
+    id = LLAMA_CPP
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        options: Options | None = None,
+        *,
+        strict_port: bool = False,
+        keep_alive: float | None = -1.0,
+    ) -> None:
+        self.settings = settings or load_settings()
+        self.options = options or Options()
+        self.strict_port = strict_port
+        default = self.settings.keep_alive if self.settings.keep_alive is not None else DEFAULT_KEEP_ALIVE
+        self.keep_alive = default if keep_alive == -1.0 else keep_alive
+
+    def status(self, spec: LocalModelSpec) -> RuntimeStatus:
+        return RuntimeStatus(
+            runtime=self.id,
+            binary=binary_status(self.settings),
+            model_file=model_file_status(spec, self.settings),
+            server=server_status_of(spec, list_servers(self.settings)),
+        )
+
+    def ensure_model(
+        self, spec: LocalModelSpec, *, download: bool = False, on_progress: OnProgress | None = None
+    ) -> Path:
+        found = inspect_weights(spec, self.settings)
+        if found.state == weights_module.OK:
+            return found.path
+        if not download:
+            raise mending_error(spec, found)
+        from looprun_models.download import fetch, resolve
+
+        return fetch(resolve(spec, self.settings), found.path, on_progress=on_progress)
+
+    def ensure_server(
+        self,
+        spec: LocalModelSpec,
+        *,
+        auto_start: bool = True,
+        timeout: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Lease:
+        settings, options = self.settings, self.options
+        engine, request, slots = self._request(spec)
+
+        def plan(port: int, others: list[Record]) -> LaunchPlan:
+            made = self._plan(spec, engine, request, slots, port)
+            if not options.force:
+                check_memory(made, others, smaller=_smaller_tier(spec, settings))
+            return made
+
+        asked = options.port or settings.port
+        wanted = Wanted(
+            alias=spec.alias,
+            fingerprint=request.fingerprint,
+            port=asked or spec.port,
+            strict=self.strict_port or asked is not None,
+            host=options.host,
+            api_key=options.api_key,
+            plan=plan,
+        )
+        lease = ensure_server(settings, wanted, keep_alive=self.keep_alive, may_start=auto_start)
+        try:
+            lease.wait_ready(timeout, on_progress)
+        except BaseException:
+            lease.close()
+            raise
+        return lease
+
+    def plan(self, spec: LocalModelSpec) -> LaunchPlan:
+        """The plan as it would be started now, for `show`; starts nothing."""
+        engine, request, slots = self._request(spec)
+        return self._plan(spec, engine, request, slots, self.options.port or self.settings.port or spec.port)
+
+    def _request(self, spec: LocalModelSpec) -> tuple[Engine, Request, SlotFolder]:
+        """Cheap checks first: nothing here reads a GGUF or starts a program that was seen before."""
+        settings = self.settings
+        read_request(spec, settings, self.options, engine_identity="", weights_identity="", slot_dir=None)
+        path, origin = weights_path(spec, settings)
+        if not path.is_file():
+            raise mending_error(spec, inspect_weights(spec, settings))
+        engine = find_engine(settings)
+        slots = slot_folder(settings)
+        request = read_request(
+            spec,
+            settings,
+            self.options,
+            engine_identity=engine.identity,
+            weights_identity=Weights(path, origin, weights_module.OK).identity,
+            slot_dir=slots.path,
+        )
+        return engine, request, slots
+
+    def _plan(
+        self, spec: LocalModelSpec, engine: Engine, request: Request, slots: SlotFolder, port: int
+    ) -> LaunchPlan:
+        header = require_weights(spec, self.settings).header
+        assert header is not None
+        return plan_launch(
+            spec,
+            self.settings,
+            replace(self.options, spare_key=secrets.token_urlsafe(24)),
+            request,
+            port=port,
+            engine=engine,
+            header=header,
+            machine=inspect_machine(),
+            devices=devices(engine, self.settings),
+            slots=slots,
+        )
+
+
+def slot_folder(settings: Settings) -> SlotFolder:
+    """Where trunk states go: LLAMA_SLOT_SAVE_PATH, or a private folder in the user cache."""
+    named = settings.slot_save_path
+    if named == "":
+        return SlotFolder(None, "LLAMA_SLOT_SAVE_PATH is empty, which turns it off")
+    if named is None:
+        try:
+            return SlotFolder(private_dir(settings.cache_dir / "slot-states", "LOOPRUN_CACHE_DIR"))
+        except FolderUnwritable as error:
+            return SlotFolder(None, f"{error.message} ({error.hint})")
+    folder = settings.expand(named).absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return SlotFolder(None, f"LLAMA_SLOT_SAVE_PATH={folder}: {error.strerror}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return SlotFolder(None, f"LLAMA_SLOT_SAVE_PATH={folder} cannot be written")
+    return SlotFolder(folder)
+
+
+def binary_status(settings: Settings) -> BinaryStatus:
+    """The engine that would be used, or why there is none."""
+    try:
+        engine = find_engine(settings)
+    except EngineMissing as error:
+        return BinaryStatus(path=settings.llama_bin, ok=False, note=error.message, fix=error.hint)
+    source = f"from {engine.source}"
+    return BinaryStatus(str(engine.path), True, f"{source}; {engine.note}" if engine.note else source, engine.build)
+
+
+def model_file_status(spec: LocalModelSpec, settings: Settings) -> ModelFileStatus:
+    """The weights of a profile and the command that mends them."""
+    found = inspect_weights(spec, settings)
+    if found.state == weights_module.OK:
+        return ModelFileStatus(str(found.path), found.state)
+    error = mending_error(spec, found)
+    note = found.why if found.state != MISSING else f"{spec.approx_size_gb:g} GB to download"
+    return ModelFileStatus(str(found.path), found.state, note, fix=error.hint)
+
+
+def server_status_of(spec: LocalModelSpec, running: Iterable[Record]) -> ServerStatus:
+    """The server of this very profile, if one runs and proves it."""
+    start = f"looprun models serve {spec.alias}"
+    for record in running:
+        if record.alias != spec.alias:
+            continue
+        if proves(identify(record.host, record.port, record.api_key), record):
+            return ServerStatus(True, record.base_url, record.served_id, record.summary)
+        note = f"pid {record.child_pid} is loading or does not answer"
+        return ServerStatus(False, record.base_url, None, note, fix=f"looprun models logs {spec.alias}")
+    return ServerStatus(False, fix=start)
+
+
+def load_runtime(name: str) -> ModelRuntimePort:
+    """A registered runtime by name. Raises UnknownRuntime, or RuntimeBroken with what its package raised."""
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        raise UnknownRuntime(name, sorted(found))
+    entry = found[name]
+    try:
+        loaded = entry.load()
+        runtime = loaded() if isinstance(loaded, type) else loaded
+    except UsageError:
+        raise
+    except Exception as error:  # noqa: BLE001 (somebody else's code: whatever it raises is its own, and is named)
+        package = entry.dist.name if entry.dist else entry.value
+        raise RuntimeBroken(
+            f"the runtime {name!r} of {package} could not be loaded: {type(error).__name__}: {error}",
+            hint=f"update or remove {package}, or leave --runtime out",
+        ) from error
+    if not isinstance(runtime, ModelRuntimePort):
+        raise RuntimeBroken(
+            f"the runtime {name!r} ({entry.value}) lacks a method of ModelRuntimePort.",
+            hint="see looprun_models.testing for the contract",
+        )
+    return runtime
+
+
+def _smaller_tier(spec: LocalModelSpec, settings: Settings) -> str:
+    tiers = [other for other in load_profiles(settings).values() if other.tier and other.min_ram_gb < spec.min_ram_gb]
+    return max(tiers, key=lambda tier: tier.min_ram_gb).alias if tiers and spec.tier else ""
