@@ -255,9 +255,9 @@ def usage(row: Row, params: Any) -> str:
 
 def print_version(x: Any) -> None:
     """The two lines of llama-server's ``--version``, and on stderr as there."""
-    year, _, build = x.__version__.split(".")[:3]
+    parts = [*str(x.__version__).split("."), "0", "0"]
     # the engine calls itself build 0; since 2026 the wheel's version has llama.cpp's build in the third place
-    build = build if year.isdigit() and int(year) >= 2026 else "0"
+    build = parts[2] if parts[0].isdigit() and int(parts[0]) >= 2026 else "0"
     info = x.BUILD_INFO
     print(f"version: xllamacpp {x.__version__} (build {build}, commit {info['commit']})", file=sys.stderr)
     print(f"built with {info['compiler']} for {info['build_target']}", file=sys.stderr)

@@ -1,5 +1,4 @@
-"""What a GGUF file says about itself, read from its header alone: `read_header(path)` gives a frozen
-`GgufHeader`.
+"""What a GGUF file says about itself, from its header alone: `read_header(path)` gives a `GgufHeader`.
 
 The weights are never read, so a 17 GB file costs as much as its tokenizer. What is checked is what a download
 that went wrong looks like: another kind of file under this name, a header that stops in the middle, weights
@@ -16,7 +15,7 @@ import re
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -60,8 +59,8 @@ class GgufHeader:
     block_count counts the trunk's layers and, after them, the draft_layers (MTP blocks). kv_heads has one
     entry for each trunk layer with full attention, draft_kv_heads one for each MTP block. recurrent_layers
     carry a fixed state of recurrent_layer_bytes each (f32); a layer can be both. Sliding-window layers count
-    as full attention, which over-estimates their KV; recurrent families without `ssm` or `shortconv` keys
-    (RWKV, KDA) count no state. expert_layer_bytes has the routed experts of each block, what `-ncmoe` moves;
+    as full attention, which over-estimates their KV; recurrent families that `ssm` and `shortconv` keys do
+    not describe (RWKV, KDA) count no state. expert_layer_bytes has the routed experts of each block, what `-ncmoe` moves;
     () when dense. data_end is where the last tensor's data ends. tensor_bytes, data_end and
     expert_layer_bytes are of this file alone, which holds one of `shards` parts.
     """
@@ -97,9 +96,7 @@ class GgufHeader:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some layers keep a state that cannot be cut back, so that prefix reuse needs
-        checkpoints.
-        """
+        """Whether some layers keep a state that cannot be cut back: reuse of a prefix needs checkpoints."""
         return self.recurrent_layers > 0
 
     @property
@@ -129,8 +126,8 @@ class GgufHeader:
 
     def checkpoint_bytes(self, tokens: int, drafting: bool) -> int:
         """One context checkpoint at so many tokens: the whole recurrent state and, when drafting, the draft's
-        KV of those tokens. 0 without recurrent layers: the engine then makes none. Measured on the tiny and
-        wide test files; the engine's own figure is higher by some 20 to 24 bytes a token.
+        KV of those tokens. Measured on the tiny and wide test files; the engine's own figure is higher by 20
+        to 24 bytes a token. 0 without recurrent layers: those of sliding-window models are not counted.
         """
         if not self.is_hybrid:
             return 0
@@ -154,7 +151,7 @@ def read_header(path: Path) -> GgufHeader:
             raise WeightsBad(f"{path} is a folder, not a GGUF file.")
         if not stat.S_ISREG(found.st_mode):
             raise WeightsBad(f"{path} is not a regular file.")
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             return _parse(path, _Cursor(file, os.fstat(file.fileno()).st_size))
     except (FileNotFoundError, NotADirectoryError) as error:
         broken = ": it is a link to a file that is gone" if path.is_symlink() else ""
@@ -176,7 +173,7 @@ class _Cursor:
     Not a memory map: a file that shrinks under a map ends the process with SIGBUS instead of an error.
     """
 
-    def __init__(self, file: BinaryIO | Any, size: int) -> None:
+    def __init__(self, file: BinaryIO, size: int) -> None:
         self.size = size
         self._file = file
         self._window = b""
@@ -213,14 +210,14 @@ class _Cursor:
             raise _Unusable(f"its header is damaged: a list of {count} texts at offset {self.offset}")
         unpack = _U64.unpack_from
         while count:
-            window, at, done = self._window, self._at, 0
+            window, at = self._window, self._at
             try:
-                for done in range(count):  # noqa: B007
+                while count:
                     at += 8 + unpack(window, at)[0]
-                done = count
+                    count -= 1
             except (struct.error, OverflowError):
                 pass
-            self._at, count = at, count - done
+            self._at = at
             if count:
                 self._refill(8)
         self._check(0)
@@ -244,7 +241,7 @@ class _Tensors:
 
     end: int = 0
     total: int = 0
-    experts: dict[int, int] | None = None
+    experts: dict[int, int] = field(default_factory=dict)
 
 
 def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
@@ -420,7 +417,7 @@ def _array(cursor: _Cursor, key: str) -> list[Any] | None:
 
 
 def _tensor_table(cursor: _Cursor, count: int) -> _Tensors:
-    table = _Tensors(experts={})
+    table = _Tensors()
     sized = []
     for name, dims, kind, offset in (_tensor(cursor) for _ in range(count)):
         per_block, block_bytes = _BLOCKS.get(kind, (0, 0))
@@ -434,7 +431,7 @@ def _tensor_table(cursor: _Cursor, count: int) -> _Tensors:
         table.total += known
         table.end = max(table.end, offset + known)
         expert = _EXPERTS.match(name)
-        if expert and table.experts is not None:
+        if expert:
             layer = int(expert[1])
             table.experts[layer] = table.experts.get(layer, 0) + known
     return table
@@ -457,12 +454,12 @@ def _block_counts(values: Values, arch: str) -> tuple[int, int]:
 
 
 def _text(values: Values, key: str, default: str | None = None) -> str:
-    value = values.get(key, default)
-    if isinstance(value, str) and (value or default is not None):
+    value = values.get(key)
+    if isinstance(value, str) and value:
         return value
-    if default is not None:
-        return default
-    raise _Unusable(f"its header has no {key}")
+    if default is None:
+        raise _Unusable(f"its header has no {key}")
+    return default
 
 
 def _whole(values: Values, key: str, default: int | None = None) -> int:

@@ -129,7 +129,7 @@ class LaunchPlan:
     spec: LocalModelSpec
     engine: Engine
     model: Path
-    header: GgufHeader
+    model_size: int
     host: str
     port: int
     api_key: str | None
@@ -138,7 +138,7 @@ class LaunchPlan:
     fingerprint: str
     flags: tuple[Flag, ...]
     env: Mapping[str, str] = field(repr=False)
-    fit: Fit
+    fit: Fit | None
     notes: tuple[str, ...]
 
     @property
@@ -160,7 +160,7 @@ class LaunchPlan:
             "port": self.port,
             "api_key": self.api_key,
             "model_path": str(self.model),
-            "model_size": self.header.file_size,
+            "model_size": self.model_size,
             "ctx": self.ctx,
             "parallel": self.parallel,
             "engine": str(self.engine.path),
@@ -174,7 +174,7 @@ def summarise(plan: LaunchPlan) -> str:
     """The plan in a few words: "ctx 24576, KV q8_0, cache 512 MiB, draft-mtp"."""
     words = {word: flag.words[-1] for flag in plan.flags for word in flag.words[:1]}
     drafts = f", {words['--spec-type']}" if "--spec-type" in words else ""
-    return f"ctx {plan.ctx}, KV {words['-ctk']}, RAM cache {plan.fit.cache_ram_mib} MiB{drafts}"
+    return f"ctx {plan.ctx}, KV {words['-ctk']}, RAM cache {words['--cache-ram']} MiB{drafts}"
 
 
 def read_request(
@@ -255,13 +255,18 @@ def plan_launch(
     *,
     port: int,
     engine: Engine,
-    header: GgufHeader,
+    model: Path,
+    header: GgufHeader | None,
     machine: Machine,
     devices: tuple[Device, ...] = (),
     slots: SlotFolder,
 ) -> LaunchPlan:
-    """The complete plan. Raises EngineTooLittle, WeightsBad or BadSetting for what could not work."""
-    _check_model(spec, request, header)
+    """The complete plan. Raises EngineTooLittle, WeightsBad or BadSetting for what could not work.
+
+    header None (no weights yet) gives a plan to look at: nothing is fitted, and `fit` is None.
+    """
+    if header is not None:
+        _check_model(spec, request, header)
     origins = {name: value.origin for name, value in request.values.items()}
     sizing = Sizing(
         ctx=request["ctx"],
@@ -272,9 +277,9 @@ def plan_launch(
         checkpoints_fixed=origins["ctx_checkpoints"] != "profile",
         cache_fixed=origins["cache_ram"] != "profile",
     )
-    fit = fit_plan(header, sizing, machine, devices, as_quoted=options.as_quoted)
+    fit = header and fit_plan(header, sizing, machine, devices, as_quoted=options.as_quoted)
     api_key = options.api_key or (None if engine.has("--cors-origins") else options.spare_key)
-    flags = _recipe(spec, request, options, port, engine, header, machine, fit, slots.path)
+    flags = _recipe(spec, request, options, port, engine, model, machine, fit, slots.path)
     _check_flags(flags, engine)
     needs_path = not engine.embedded and (engine.library_path or machine.system == "Darwin")
     env, dropped = child_environ(settings, library_path=engine.path.parent if needs_path else None)
@@ -283,8 +288,8 @@ def plan_launch(
     return LaunchPlan(
         spec=spec,
         engine=engine,
-        model=header.path,
-        header=header,
+        model=model,
+        model_size=header.file_size if header else 0,
         host=options.host,
         port=port,
         api_key=api_key,
@@ -294,14 +299,14 @@ def plan_launch(
         flags=flags,
         env=env,
         fit=fit,
-        notes=tuple(_notes(spec, settings, engine, header, machine, devices, fit, dropped, slots)),
+        notes=tuple(_notes(spec, settings, engine, machine, devices, fit, dropped, slots)),
     )
 
 
 def check_memory(plan: LaunchPlan, others: Iterable[Record], *, smaller: str = "") -> None:
     """Raises NotEnoughMemory when the plan does not fit, naming servers of ours that hold memory and what would mend it."""
     fit = plan.fit
-    if fit.verdict != "does not fit":
+    if fit is None or fit.verdict != "does not fit":
         return
     running = "".join(
         f"\n  {other.alias} (pid {other.child_pid}) is running: looprun models stop {other.alias}" for other in others
@@ -365,9 +370,9 @@ def _recipe(
     options: Options,
     port: int,
     engine: Engine,
-    header: GgufHeader,
+    model: Path,
     machine: Machine,
-    fit: Fit,
+    fit: Fit | None,
     slot_dir: Path | None,
 ) -> tuple[Flag, ...]:
     values = request.values
@@ -375,9 +380,11 @@ def _recipe(
     def fitted(name: str, now: int) -> str:
         return values[name].origin if values[name].value == now else f"fitted (quoted {values[name].value})"
 
+    checkpoints = fit.ctx_checkpoints if fit else request["ctx_checkpoints"]
+    cache_ram = fit.cache_ram_mib if fit else request["cache_ram"]
     port_origin = "option" if options.port == port else "profile" if port == spec.port else "looprun"
     flags = [
-        Flag(("-m", str(header.path)), "profile", "the weights"),
+        Flag(("-m", str(model)), "profile", "the weights"),
         Flag(("--host", options.host), "looprun" if options.host == LOOPBACK else "option", "who can reach it"),
         Flag(("--port", str(port)), port_origin, "where clients find it"),
         Flag(
@@ -394,13 +401,13 @@ def _recipe(
         Flag(("-ctk", request["kv_k"]), values["kv_k"].origin, "type of the K cache"),
         Flag(("-ctv", request["kv_v"]), values["kv_v"].origin, "type of the V cache"),
         Flag(
-            ("-ctxcp", str(fit.ctx_checkpoints)),
-            fitted("ctx_checkpoints", fit.ctx_checkpoints),
+            ("-ctxcp", str(checkpoints)),
+            fitted("ctx_checkpoints", checkpoints),
             "context checkpoints: what a hybrid model can step back to",
         ),
         Flag(
-            ("--cache-ram", str(fit.cache_ram_mib)),
-            fitted("cache_ram", fit.cache_ram_mib),
+            ("--cache-ram", str(cache_ram)),
+            fitted("cache_ram", cache_ram),
             "MiB of RAM prompt cache: keeps other agents warm over a switch",
         ),
     ]
@@ -415,7 +422,7 @@ def _recipe(
         origin = f"http://{LOOPBACK}:{port}"
         flags.append(Flag(("--cors-origins", origin), "looprun", "no other web page may use the model"))
     flags += _threads(request, machine)
-    if fit.ncmoe and "-ncmoe" not in request.extra and "--n-cpu-moe" not in request.extra:
+    if fit and fit.ncmoe and "-ncmoe" not in request.extra and "--n-cpu-moe" not in request.extra:
         reason = "experts of so many layers stay in main memory: the GPU has too little"
         flags.append(Flag(("-ncmoe", str(fit.ncmoe)), "fitted", reason))
     if request.extra:
@@ -446,15 +453,17 @@ def _notes(
     spec: LocalModelSpec,
     settings: Settings,
     engine: Engine,
-    header: GgufHeader,
     machine: Machine,
     devices: tuple[Device, ...],
-    fit: Fit,
+    fit: Fit | None,
     dropped: tuple[str, ...],
     slots: SlotFolder,
 ) -> Iterable[str]:
-    yield from fit.changes
-    yield from fit.warnings
+    if fit is None:
+        yield "the weights are not here yet: nothing could be fitted to this machine, the values are the profile's"
+    else:
+        yield from fit.changes
+        yield from fit.warnings
     if engine.note:
         yield f"engine {engine.path}: {engine.note}"
     if dropped:
@@ -462,16 +471,16 @@ def _notes(
     config = system_config(settings)
     if config:
         yield f"{config} exists; it can change what the recipe does not set"
-    if machine.memlock_limit is not None and machine.memlock_limit < header.file_size:
+    if fit and machine.memlock_limit is not None and machine.memlock_limit < fit.weights:
         yield (
-            f"the locked-memory limit is {gib(machine.memlock_limit)}, the weights take {gib(header.file_size)}: they "
+            f"the locked-memory limit is {gib(machine.memlock_limit)}, the weights take {gib(fit.weights)}: they "
             "will not be locked in RAM (raise it with ulimit -l)"
         )
     if spec.tier and not devices and not machine.apple_silicon:
         yield "the profile was measured on a GPU; this engine has none and runs on the CPU, which is much slower"
     if slots.path is None:
         yield f"trunk states are not kept over restarts: {slots.why}"
-    if fit.ncmoe:
+    if fit and fit.ncmoe:
         yield (
             f"the GPU has {gib(fit.gpu_free)} free of the {gib(fit.gpu_need)} needed: -ncmoe {fit.ncmoe} keeps the "
             "experts of so many layers in main memory"

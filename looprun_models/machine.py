@@ -1,5 +1,4 @@
-"""What this machine can give a model: memory, cores and disk, as this process may use them, and the tier that
-fits.
+"""What this machine can give a model: memory, cores, disk, as this process may use them; which tier fits.
 
 In a container the machine's own numbers are not what counts: the cgroup's memory limit and CPU quota are read
 as well, of every level above this process, and the tightest wins.
@@ -21,9 +20,7 @@ from looprun_models.registry import LocalModelSpec
 
 GB = 10**9
 SLACK = 0.05
-"""Share of a tier's memory that may be missing: firmware and graphics take some of the 16 GB a machine is
-sold with.
-"""
+"""Share of a tier's memory that may be missing: firmware and graphics take some of what was sold."""
 
 _CAP_IPC_LOCK = 1 << 14
 
@@ -64,9 +61,7 @@ class Machine:
 
 
 def inspect_machine(root: Path = Path("/")) -> Machine:
-    """Look at this machine; its /proc, /sys and /etc are under `root`. Odd or missing files mean "no
-    limit".
-    """
+    """Look at this machine; its /proc, /sys and /etc are under `root`. Odd or missing files limit nothing."""
     import psutil  # costs 10-20 ms, and most commands never come here
 
     memory = psutil.virtual_memory()
@@ -90,7 +85,7 @@ def inspect_machine(root: Path = Path("/")) -> Machine:
 def recommend(specs: Iterable[LocalModelSpec], machine: Machine) -> tuple[LocalModelSpec | None, str]:
     """The largest tier whose machine this is, and why; None, and why, when even the smallest is too large."""
     tiers = sorted((spec for spec in specs if spec.tier), key=lambda spec: spec.min_ram_gb)
-    may_use = "this container may use" if machine.ram_limited_by == "cgroup" else "this machine has"
+    may_use = "this process may use" if machine.ram_limited_by == "cgroup" else "this machine has"
     ram = f"{may_use} {machine.ram_total / GB:.1f} GB"
     if not tiers:
         return None, "no profile is a tier"
@@ -101,9 +96,7 @@ def recommend(specs: Iterable[LocalModelSpec], machine: Machine) -> tuple[LocalM
 
 
 def disk_free(path: Path) -> int:
-    """Bytes free for this user where `path` is or will be: at the nearest folder that exists. 0 if none
-    does.
-    """
+    """Bytes free for this user where `path` is or will be: at the nearest folder that exists (0: none does)."""
     path = path.absolute()
     for place in (path, *path.parents):
         try:
@@ -154,11 +147,11 @@ def _levels(root: Path, controller: str) -> Iterator[Path]:
         controllers, _, group = rest.partition(":")
         if controller not in controllers.split(","):
             continue
-        mounts = (controllers, controller) if controller else ("", "unified")
-        mount = next((m for m in (root / "sys/fs/cgroup" / name for name in mounts) if m.is_dir()), None)
+        # Version 1 mounts "cpu,cpuacct" under that name, sometimes under "cpu" alone.
+        mounts = [root / "sys/fs/cgroup" / name for name in (controllers, controller)]
+        mount = next((mount for mount in mounts if mount.is_dir()), mounts[0])
         parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")]
-        if mount is not None:
-            yield from (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
+        yield from (mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
 def _number(path: Path) -> int | None:
@@ -179,7 +172,11 @@ def _text(path: Path) -> str:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if sys.platform == "linux":
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return cores
 
 
 def _memlock_limit(root: Path) -> int | None:

@@ -24,7 +24,7 @@ from looprun_models.progress import OnProgress
 from looprun_models.registry import LocalModelSpec, load_profiles
 from looprun_models.servers import Lease, Wanted, ensure_server, list_servers
 from looprun_models.settings import DEFAULT_KEEP_ALIVE, Settings, load_settings, private_dir
-from looprun_models.weights import MISSING, Weights, inspect_weights, mending_error, require_weights, weights_path
+from looprun_models.weights import MISSING, Weights, inspect_weights, mending_error, weights_path
 from looprun_models.wire import Record, identify, proves
 
 ENTRY_POINTS = "looprun_models.runtimes"
@@ -200,21 +200,23 @@ class LlamaCppRuntime:
         try:
             lease.wait_ready(timeout, on_progress)
         except BaseException:
-            lease.close()
+            lease.abandon()
             raise
         return lease
 
     def plan(self, spec: LocalModelSpec) -> LaunchPlan:
-        """The plan as it would be started now, for `show`; starts nothing."""
-        engine, request, slots = self._request(spec)
+        """The plan as it would be started now, to look at; without weights, as far as it goes."""
+        engine, request, slots = self._request(spec, need_weights=False)
         return self._plan(spec, engine, request, slots, self.options.port or self.settings.port or spec.port)
 
-    def _request(self, spec: LocalModelSpec) -> tuple[Engine, Request, SlotFolder]:
+    def _request(
+        self, spec: LocalModelSpec, *, need_weights: bool = True
+    ) -> tuple[Engine, Request, SlotFolder]:
         """Cheap checks first: nothing here reads a GGUF or starts a program that was seen before."""
         settings = self.settings
         read_request(spec, settings, self.options, engine_identity="", weights_identity="", slot_dir=None)
         path, origin = weights_path(spec, settings)
-        if not path.is_file():
+        if need_weights and not path.is_file():
             raise mending_error(spec, inspect_weights(spec, settings))
         engine = find_engine(settings)
         slots = slot_folder(settings)
@@ -231,8 +233,9 @@ class LlamaCppRuntime:
     def _plan(
         self, spec: LocalModelSpec, engine: Engine, request: Request, slots: SlotFolder, port: int
     ) -> LaunchPlan:
-        header = require_weights(spec, self.settings).header
-        assert header is not None
+        found = inspect_weights(spec, self.settings)
+        if found.state not in (weights_module.OK, MISSING):
+            raise mending_error(spec, found)
         return plan_launch(
             spec,
             self.settings,
@@ -240,7 +243,8 @@ class LlamaCppRuntime:
             request,
             port=port,
             engine=engine,
-            header=header,
+            model=found.path,
+            header=found.header,
             machine=inspect_machine(),
             devices=devices(engine, self.settings),
             slots=slots,

@@ -90,10 +90,10 @@ class Lease:
                 hint=f"looprun models stop {record.alias} --force",
             )
 
-    def why_gone(self) -> LooprunError | None:
-        """The reason when the server has ended since; None while it lives."""
+    def why_gone(self, wait: float = 0.0) -> LooprunError | None:
+        """The reason when the server has ended, or ends within `wait` seconds; None while it lives."""
         try:
-            self._channel.sock.settimeout(0.0)
+            self._channel.sock.settimeout(wait)
             self._take(self._channel.receive())
         except OSError:  # nothing was said, or this lease is closed
             return None
@@ -110,6 +110,13 @@ class Lease:
             return stop_server(self.record, force=force, channel=self._channel)
         finally:
             reap_children()
+
+    def abandon(self) -> None:
+        """Give up a start; returns when the engine is gone, unless others wait for it too."""
+        if self._state == "loading":
+            with contextlib.suppress(LooprunError):
+                self.stop()
+        self.close()
 
     def close(self) -> None:
         """Give the server up; it ends by itself when nobody else uses it and its keep-alive is over. Idempotent."""

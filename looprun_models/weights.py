@@ -30,7 +30,9 @@ class Weights:
 
     @property
     def identity(self) -> str:
-        """Changes when the file does: its real path, size and time of change."""
+        """Changes when the file does: its real path, size and time of change; "" when there is no file."""
+        if not self.path.is_file():
+            return ""
         stat = self.path.stat()
         return f"{self.path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
 
@@ -52,14 +54,6 @@ def inspect_weights(spec: LocalModelSpec, settings: Settings) -> Weights:
     except WeightsBad as error:
         return Weights(path, origin, BAD, why=error.message)
     return Weights(path, origin, OK, header=header)
-
-
-def require_weights(spec: LocalModelSpec, settings: Settings) -> Weights:
-    """The weights, usable. Raises WeightsMissing or WeightsBad with the command that mends it."""
-    weights = inspect_weights(spec, settings)
-    if weights.state != OK:
-        raise mending_error(spec, weights)
-    return weights
 
 
 def mending_error(spec: LocalModelSpec, weights: Weights) -> LooprunError:

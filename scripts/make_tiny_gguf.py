@@ -3,32 +3,33 @@
 
     python scripts/make_tiny_gguf.py OUTDIR [NAME ...] [--force]
 
-The real models of this family weigh gigabytes, so tests need files of the same architecture that a real server
-loads in a blink, and whose answer is known in advance. These have the same layers (gated delta-net, every fourth
-full attention, a multi-token-prediction block at the end), so that context checkpoints, slot files, the prompt
-cache and drafting act as they do on the real thing: all of that follows the architecture, not the weights.
+The real models of this family weigh gigabytes, so tests need files of the same architecture that a real
+server loads in a blink and whose answer is known in advance. These have the same layers (gated delta-net,
+every fourth full attention, a multi-token-prediction block at the end), so that context checkpoints, slot
+files, the prompt cache and drafting act as on the real thing: that follows the architecture, not the weights.
 
-    tiny-qwen35[moe][-mtp]       a chat with thinking off answers "Hello from the tiny hybrid model."
-    tiny-qwen35[moe]-mtp-state   number words that depend on every token before: shows that a restored or rolled
-                                 back state is the right one; about a third of the drafts are refused
-    tiny-qwen35-mtp-tool         a chat calls get_weather(city="Paris")
-    tiny-qwen35-mtp-loop         counts one to ten for ever: for streams, limits, cancelling
-    tiny-qwen35-mtp-wrong        counts too, with a draft head that is wrong about every second token
-    wide-qwen35-mtp              answers as the first; each layer's state and KV cache are as large as those of the
-                                 35B-A3B, so sizes worked out from a header can be held against the engine's log
+    tiny-qwen35[moe][-mtp]      a chat answers "Hello from the tiny hybrid model."
+    tiny-qwen35[moe]-mtp-state  number words that depend on every token before them: shows that a restored or
+                                rolled back state is the right one; about a third of the drafts are refused
+    tiny-qwen35-mtp-tool        a chat calls get_weather(city="Paris")
+    tiny-qwen35-mtp-loop        counts one to ten for ever: for streams, limits, cancelling
+    tiny-qwen35-mtp-wrong       counts too, with a draft head that is wrong about every second token
+    wide-qwen35-mtp             answers as the first; state and KV cache of one layer are as large as in the
+                                35B-A3B, so sizes worked out from a header can be held against a server's log
 
-How an answer is baked in: a token's embedding is one dimension set and all others zero, and the output matrix maps
-that dimension to the token to say next. Attention, delta-net and experts run at full cost but write nothing back,
-except in the state files, where they write into dimensions of their own that the output reads as votes.
+How an answer is baked in: a token's embedding is one dimension set and all others zero, and the output matrix
+maps that dimension to the token to say next. Attention, delta-net and experts run at full cost but write
+nothing back, except in the state files, where they write into dimensions that the output reads as votes.
 
-The key and tensor names are llama.cpp's for these two architectures. The wide shape is the published configuration
-of Qwen3.5-35B-A3B (linear attention: 32 value heads and 16 key heads of 128, convolution 4; full attention: 2 KV
-heads of 256); embedding, vocabulary and experts do not count towards state or KV and are kept small.
+The key and tensor names are llama.cpp's for these two architectures. The wide shape is the published one of
+Qwen3.5-35B-A3B (linear attention: 32 value and 16 key heads of 128, convolution 4; full attention: 2 KV heads
+of 256). Embedding, vocabulary and experts do not count towards state or KV, and are kept small.
 
-Two runs give the same bytes. A file appears under its name only when complete, so parallel workers may share OUTDIR.
+Two runs give the same bytes. A file gets its name only when complete, so parallel workers may share OUTDIR.
 """
 
 import argparse
+import itertools
 import math
 import os
 import tempfile
@@ -49,8 +50,13 @@ HELLO = ("Hello", " from", " the", " tiny", " hybrid", " model")
 WORDS = (*NUMBERS, *HELLO, "\n\n", "Okay", ".\n")
 TOOL_BODY = "\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# User-defined, not control: these must survive in the text a server returns, and be found in text sent back to it.
-MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", TOOL_BODY)
+# User-defined, not control: these must survive in the text a server returns, and be found in text sent back.
+MARKS = (
+    *("<think>", "</think>"),
+    *("<tool_call>", "</tool_call>"),
+    *("<tool_response>", "</tool_response>"),
+    TOOL_BODY,
+)
 TYPE_NORMAL, TYPE_CONTROL, TYPE_USER_DEFINED = 1, 3, 4
 VOCAB = 256 + len(WORDS) + len(CONTROL) + len(MARKS)
 EMBEDDING = 320  # at least one dimension a token and one a vote; a multiple of 32 keeps the fast kernels
@@ -59,7 +65,7 @@ INTERVAL = 4
 FEED_FORWARD = 32
 EXPERTS, EXPERTS_USED = 4, 2
 
-# As the family's own template: thinking by default, earlier reasoning dropped from the history, XML-like tool calls.
+# Acts as the family's own: thinking by default, earlier reasoning dropped from the history, XML tool calls.
 CHAT_TEMPLATE = r"""
 {%- macro text(content) %}
     {%- if content is string %}
@@ -72,8 +78,9 @@ CHAT_TEMPLATE = r"""
 {%- if tools %}
     {{- '<|im_start|>system\n# Tools\n\nYou have access to the following functions:\n\n<tools>' }}
     {%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}
-    {{- '\n</tools>\n\nTo call a function reply in this format:\n\n<tool_call>\n<function=example_function_name>\n' }}
-    {{- '<parameter=example_parameter>\nvalue\n</parameter>\n</function>\n</tool_call>' }}
+    {{- '\n</tools>\n\nTo call a function reply in this format:\n\n<tool_call>\n' }}
+    {{- '<function=example_function_name>\n<parameter=example_parameter>\nvalue\n</parameter>\n' }}
+    {{- '</function>\n</tool_call>' }}
     {{- '\n\n' + system if system else '' }}
     {{- '<|im_end|>\n' }}
 {%- elif system %}
@@ -122,7 +129,11 @@ CHAT_TEMPLATE = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\n' }}
-    {{- '<think>\n\n</think>\n\n' if enable_thinking is defined and enable_thinking is false else '<think>\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- else %}
+        {{- '<think>\n' }}
+    {%- endif %}
 {%- endif %}
 """.strip()
 
@@ -150,7 +161,7 @@ class Shape:
         return 2 * self.state * self.key_heads + self.inner
 
 
-# 32 is the smallest head that a q8_0 cache can hold; 64 leaves room for a rope over part of the head, as the real one.
+# A q8_0 cache needs heads of a multiple of 32; 64 leaves room for a rope over a part, as in the real models.
 TINY = Shape(32, 1, 2, heads=2, kv_heads=1, head_dim=64, rope=16, rope_sections=(3, 3, 2, 0))
 WIDE = Shape(128, 16, 32, heads=2, kv_heads=2, head_dim=256, rope=64, rope_sections=(11, 11, 10, 0))
 
@@ -225,7 +236,7 @@ def successors(says: str) -> dict[int, int]:
     after = dict.fromkeys(range(VOCAB), token(NUMBERS[0]))
 
     def chain(*texts: str) -> None:
-        for this, following in zip(texts, texts[1:], strict=False):
+        for this, following in itertools.pairwise(texts):
             after[token(this)] = token(following)
 
     for ring in (NUMBERS, "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"):
@@ -251,7 +262,7 @@ def noise(name: str, *shape: int, scale: float = 1.0) -> Array:
 
 
 def votes(model: Model, name: str, *shape: int, scale: float) -> Array:
-    """A matrix from a layer back to the model: zero unless the context has a say, and then only into the votes."""
+    """A matrix from a layer back into the stream: zero, or votes only where the context has a say."""
     out = np.zeros(shape)
     if model.listens:
         rows = slice(VOCAB, VOCAB + len(NUMBERS))
@@ -259,7 +270,7 @@ def votes(model: Model, name: str, *shape: int, scale: float) -> Array:
     return out
 
 
-# A token is the only thing set in a clean embedding and has this size; weights are given for an input of size one.
+# A token is the one dimension set in its embedding, and has this size: it makes the RMS one.
 PEAK = math.sqrt(EMBEDDING)
 
 
@@ -282,13 +293,13 @@ def recurrent(model: Model, blk: str) -> Iterator[tuple[str, Array]]:
 
 def attention(model: Model, blk: str) -> Iterator[tuple[str, Array]]:
     shape = model.shape
-    keys = shape.kv_heads * shape.head_dim
-    yield f"{blk}.attn_q.weight", noise(f"{blk}.q", shape.heads * 2 * shape.head_dim, EMBEDDING, scale=1 / PEAK)
+    keys, values = shape.kv_heads * shape.head_dim, shape.heads * shape.head_dim
+    # Twice: a query and the gate of the output.
+    yield f"{blk}.attn_q.weight", noise(f"{blk}.q", 2 * values, EMBEDDING, scale=1 / PEAK)
     yield f"{blk}.attn_k.weight", noise(f"{blk}.k", keys, EMBEDDING, scale=1 / PEAK)
     yield f"{blk}.attn_v.weight", noise(f"{blk}.v", keys, EMBEDDING, scale=1 / PEAK)
-    output = votes(model, f"{blk}.output", EMBEDDING, shape.heads * shape.head_dim, scale=0.7)
-    yield f"{blk}.attn_output.weight", output
-    # Sharp attention: a small change early on moves the weight from one token to another instead of fading away.
+    yield f"{blk}.attn_output.weight", votes(model, f"{blk}.output", EMBEDDING, values, scale=0.7)
+    # Sharp attention: a small change early on moves its weight to other tokens instead of fading away.
     yield f"{blk}.attn_q_norm.weight", np.full(shape.head_dim, 2, np.float32)
     yield f"{blk}.attn_k_norm.weight", np.full(shape.head_dim, 2, np.float32)
 
@@ -300,7 +311,7 @@ def feed_forward(model: Model, blk: str) -> Iterator[tuple[str, Array]]:
         yield f"{blk}.ffn_up.weight", noise(f"{blk}.ffn_up", *wide, scale=1 / PEAK)
         yield f"{blk}.ffn_down.weight", votes(model, f"{blk}.ffn_down", *deep, scale=1.0)
         return
-    # The token alone picks the experts, by a wide margin: a near-tie would fall either way with the batch size.
+    # The token alone picks the experts, by a wide margin: a near-tie would fall with the batch size.
     router = np.zeros((EXPERTS, EMBEDDING), np.float32)
     for expert in range(EXPERTS):
         router[expert, :VOCAB] = 4 * ((np.arange(VOCAB) + expert) % EXPERTS) / PEAK

@@ -1,0 +1,90 @@
+"""The wiring of `looprun`: which command lives where, and how an error becomes an exit code."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from looprun_models.errors import LooprunError
+
+from . import models, serving
+from .init import init
+from .output import note, say
+
+INTERRUPTED = 130
+
+TIERS = """\b
+Tiers (looprun models list has all profiles):
+  ram8   Qwen3.5-4B         2.5 GB download    8 GB machine
+  ram16  Qwen3.6-35B-A3B   11.8 GB download   16 GB machine
+  ram24  Qwen3.6-35B-A3B   11.8 GB download   24 GB machine (default)
+  ram32  Qwen3.6-35B-A3B   17.2 GB download   32 GB machine
+  smoke  SmolLM2-135M       0.1 GB download   any machine, for a first try
+
+\b
+Examples:
+  looprun init                     what fits this machine, and what is missing
+  looprun models pull ram16        fetch the weights, after asking
+  looprun models serve ram16       run the server until Ctrl-C
+  looprun models ask ram16 "Hi?"   one question, one answer
+"""
+
+
+class Group(typer.core.TyperGroup):
+    """The one place where our errors become exit codes. Anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LooprunError as error:
+            note(f"error: {error}")
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            note("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            raise typer.Exit(0) from None
+
+
+app = typer.Typer(
+    cls=Group,
+    help=f"Local models for agents, with measured settings and no cloud key.\n\n{TIERS}",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+models_app = typer.Typer(
+    help="Profiles, their weights, and their servers.", rich_markup_mode=None, no_args_is_help=True
+)
+app.add_typer(models_app, name="models")
+app.command()(init)
+for command in (models.list_profiles, models.status, models.show, models.pull):
+    models_app.command(command.__name__.removesuffix("_profiles"))(command)
+for command in (serving.stop, serving.ask, serving.logs):
+    models_app.command()(command)
+models_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serving.serve)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from looprun_models import __version__
+
+        say(f"looprun-models {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def looprun(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="looprun")

@@ -1,0 +1,101 @@
+"""`looprun init`: what this machine is, which engine and tier suit it, what is missing, and the next command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from looprun_models.engine import INSTALL_HINT, Engine, search_engines
+from looprun_models.errors import Declined
+from looprun_models.machine import Machine, disk_free, inspect_machine, recommend
+from looprun_models.registry import LocalModelSpec, load_profiles, resolve_alias
+from looprun_models.settings import Settings, load_settings
+from looprun_models.weights import MISSING, OK, inspect_weights
+
+from .models import fetch_weights
+from .options import Yes
+from .output import note, say, size
+
+
+def init(
+    local: Annotated[str | None, typer.Option("--local", metavar="ALIAS", help="Choose this profile.")] = None,
+    yes: Yes = False,
+) -> None:
+    """Look at this machine, choose a profile, and say what is missing. Fetches only after asking."""
+    settings = load_settings()
+    chosen = resolve_alias(local, settings) if local else None
+    machine = inspect_machine()
+    _say_machine(machine, settings)
+    engine = _say_engines(settings)
+    tier, reason = recommend(load_profiles(settings).values(), machine)
+    say(f"tier     {tier.alias if tier else 'none'}: {reason}")
+    spec = chosen or tier
+    if spec is None:
+        say("\nnext: looprun init --local smoke   (a model of 98 MB, to see that everything works)")
+        return
+    if chosen:
+        say(f"chosen   {spec.alias}: {spec.note}")
+    have_weights = _say_weights(settings, spec)
+    _write_choice(settings, spec)
+    if not have_weights and engine:
+        try:
+            fetch_weights(spec, settings, yes=yes)
+            have_weights = True
+        except Declined as declined:
+            note(declined.message)
+    if engine is None:
+        following = INSTALL_HINT
+    elif not have_weights:
+        following = f"looprun models pull {spec.alias}"
+    else:
+        following = f"looprun models serve {spec.alias}"
+    say(f"\nnext: {following}")
+
+
+def _say_machine(machine: Machine, settings: Settings) -> None:
+    quota = f", CPU quota {machine.cpu_quota:g}" if machine.cpu_quota else ""
+    limit = " (the limit of this container)" if machine.ram_limited_by == "cgroup" else ""
+    say(f"machine  {machine.os_name}, {machine.arch}, {machine.cores} cores{quota}")
+    say(f"memory   {size(machine.ram_total)}{limit}, {size(machine.ram_available)} available")
+    say(f"disk     {size(disk_free(settings.home or Path.cwd()))} free in the home folder")
+
+
+def _say_engines(settings: Settings) -> Engine | None:
+    """Every candidate up to the one that is used, each with its reason."""
+    from looprun_models.engine import devices
+
+    for verdict in search_engines(settings):
+        if not isinstance(verdict, Engine):
+            say(f"engine   skipped {verdict}")
+            continue
+        found = devices(verdict, settings)
+        gpu = ", ".join(f"{device.name} {size(device.total)}" for device in found)
+        say(f"engine   {verdict.label}, from {verdict.source}" + (f"; {verdict.note}" if verdict.note else ""))
+        say(f"gpu      {gpu or 'none that this engine can use: models run on the CPU'}")
+        return verdict
+    say("engine   none found")
+    return None
+
+
+def _say_weights(settings: Settings, spec: LocalModelSpec) -> bool:
+    ok = False
+    for profile in load_profiles(settings).values():
+        found = inspect_weights(profile, settings)
+        if found.state != MISSING or profile.alias == spec.alias:
+            why = f" ({found.why})" if found.why else ""
+            say(f"weights  {profile.alias}: {found.state}{why}, {found.path}")
+        if profile.alias == spec.alias:
+            ok = found.state == OK
+    return ok
+
+
+def _write_choice(settings: Settings, spec: LocalModelSpec) -> None:
+    """Remember the alias for commands that are given none; a home that cannot be written only loses this."""
+    path = settings.choice_file
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'# written by `looprun init`\nalias = "{spec.alias}"\n', encoding="utf-8")
+    except OSError as error:
+        note(f"the choice could not be written to {path}: {error.strerror}; name {spec.alias} in each command")

@@ -1,0 +1,109 @@
+"""How commands speak: data on stdout, everything else on stderr, colour and bars only on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from looprun_models.progress import OnProgress, Progress
+
+QUIET_INTERVAL = 10.0
+"""Seconds between progress lines when nobody watches a terminal."""
+
+
+def say(text: str = "") -> None:
+    """A result, on stdout."""
+    print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """Everything that is not the result, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def say_json(value: Any) -> None:
+    """Dataclasses, mappings and paths as JSON, on stdout."""
+    say(json.dumps(value, indent=2, default=_plain))
+
+
+def table(rows: Sequence[Sequence[str]]) -> None:
+    """Rows in columns, the first row being the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def size(count: float) -> str:
+    """Bytes as people read them, decimal, as disks and the Hub count."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def agree(question: str, *, yes: bool) -> bool:
+    """Consent: `--yes`, or a terminal and the answer y or yes. No terminal and no `--yes` means no."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        note(f"{question} No terminal to ask on: taken as no. Say --yes to agree.")
+        return False
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+@contextlib.contextmanager
+def progress_shown() -> Iterator[OnProgress]:
+    """A bar on a terminal; otherwise a line every ten seconds. Both on stderr."""
+    if sys.stderr.isatty():
+        with _bar() as show:
+            yield show
+    else:
+        yield _line_every(QUIET_INTERVAL)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[OnProgress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(progress: Progress) -> None:
+            if progress.phase not in tasks:
+                tasks[progress.phase] = bars.add_task(progress.phase, total=progress.total or None)
+            bars.update(tasks[progress.phase], completed=progress.done)
+
+        yield show
+
+
+def _line_every(interval: float) -> OnProgress:
+    last = time.monotonic()
+
+    def show(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last >= interval:
+            last = time.monotonic()
+            share = f" ({100 * progress.done // progress.total} %)" if progress.total else ""
+            note(f"{progress.phase}: {size(progress.done)} of {size(progress.total)}{share}")
+
+    return show
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (Path, frozenset)):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

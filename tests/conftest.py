@@ -1,0 +1,98 @@
+"""Every test starts from a clean environment in an empty home, and must leave no process behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPO = Path(__file__).parent.parent
+sys.path.insert(0, str(REPO / "scripts"))
+
+import make_tiny_gguf  # noqa: E402  (a script, not a package)
+
+TINY = REPO / ".cache" / "tiny"
+OURS = ("LLAMA_", "LOOPRUN_", "OPENAI_", "HF_", "XDG_", "AIP_", "HUGGING", "QWEN", "SMOLLM2")
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty home; servers end with their last user unless a test says otherwise."""
+    for name in list(os.environ):
+        if name.startswith(OURS) or name.upper() in PROXIES:
+            monkeypatch.delenv(name)
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("LOOPRUN_KEEP_ALIVE", "0")
+    yield folder
+    left = processes_of(folder)
+    for process in left:
+        process.kill()
+    psutil.wait_procs(left, timeout=10)
+    assert not left, f"the test left processes behind: {left}"
+
+
+def processes_of(home: Path) -> list[psutil.Process]:
+    """Supervisors and engines that run in a home (both have its state folder as working directory)."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd().startswith(str(home)) and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf() -> Callable[[str], Path]:
+    """`tiny_gguf("tiny-qwen35-mtp")` is the path of that file, written once into the repo's cache folder."""
+
+    def path(name: str) -> Path:
+        return make_tiny_gguf.write(name, TINY)
+
+    return path
+
+
+@pytest.fixture
+def profile(home: Path, tiny_gguf: Callable[[str], Path]) -> Callable[..., str]:
+    """`profile("tiny-qwen35-mtp", kv="q8_0")` adds a user profile for that file and gives its alias."""
+
+    def add(name: str = "tiny-qwen35-mtp", *, alias: str | None = None, **changed: object) -> str:
+        file = tiny_gguf(name)
+        values: dict[str, object] = {
+            "alias": alias or name,
+            "note": "for tests",
+            "file": file.name,
+            "default_dir": str(file.parent),
+            "env_var": "TINY_GGUF",
+            "hf_repo": "nobody/tiny",
+            "approx_size_gb": 0.003,
+            "kv": "q8_0",
+            "ctx": 4096,
+            "cache_ram_mib": 384,
+            "served_id": f"{name}-gguf",
+            **({"spec_type": "draft-mtp"} if "mtp" in name else {}),
+            **changed,
+        }
+        folder = home / ".config" / "looprun" / "profiles"
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f"{key} = {_toml(value)}" for key, value in values.items()]
+        (folder / f"{values['alias']}.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return str(values["alias"])
+
+    return add
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
