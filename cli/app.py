@@ -61,11 +61,14 @@ models_app = typer.Typer(
 )
 app.add_typer(models_app, name="models")
 app.command()(init)
-for command in (models.list_profiles, models.status, models.show, models.pull):
-    models_app.command(command.__name__.removesuffix("_profiles"))(command)
-for command in (serving.stop, serving.ask, serving.logs):
-    models_app.command()(command)
-models_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serving.serve)
+models_app.command("list")(models.list_profiles)
+models_app.command()(models.status)
+models_app.command()(models.show)
+models_app.command()(models.pull)
+models_app.command()(serving.serve)
+models_app.command()(serving.stop)
+models_app.command()(serving.ask)
+models_app.command()(serving.logs)
 
 
 def _version(wanted: bool) -> None:

@@ -109,18 +109,24 @@ def _status_of_all(settings: Settings, json: bool) -> bool:
         died = None if server.up else last_end(settings, name)
         down = f"down: {died}" if died else "down" if not server.base_url else f"not ready: {server.note}"
         rows.append(
-            (("* " if name == chosen else "  ") + name, _weights_cell(files[name]), f"up at {server.base_url}" if server.up else down)
+            (
+                ("* " if name == chosen else "  ") + name,
+                _weights_cell(files[name]),
+                f"up at {server.base_url}" if server.up else down,
+            )
         )
     table(rows)
     fixes = [binary.fix, files[chosen].fix] + ([] if servers[chosen].up else [servers[chosen].fix])
-    following = next((fix for fix in fixes if fix), f"looprun models ask {chosen} \"Hello?\"")
+    following = next((fix for fix in fixes if fix), f'looprun models ask {chosen} "Hello?"')
     say(f"\nnext: {following}")
     return ready
 
 
 def show(
     alias: Alias = None,
-    engine_flags: Annotated[list[str] | None, typer.Argument(help="Engine flags, after --.", metavar="-- FLAGS")] = None,
+    engine_flags: Annotated[
+        list[str] | None, typer.Argument(help="Engine flags, after --.", metavar="-- FLAGS")
+    ] = None,
     json: Json = False,
     as_quoted: AsQuoted = False,
     port: Port = None,
@@ -203,7 +209,10 @@ def _say_model_file(found: ModelFileStatus) -> None:
 def _say_server(server: ServerStatus, ended: str | None, record: Record | None) -> None:
     if server.up:
         told = server_status(record) if record else None
-        say(f"  server   up       {server.base_url} serves {server.serves}" + (f" ({server.note})" if server.note else ""))
+        say(
+            f"  server   up       {server.base_url} serves {server.serves}"
+            + (f" ({server.note})" if server.note else "")
+        )
         if told:
             users = ", ".join(told["leases"]) or "nobody"
             stops = "" if told["stops_in"] is None else f"; stops in {told['stops_in']:.0f} s unless it is used"
@@ -252,7 +261,12 @@ def _plan_json(plan: LaunchPlan) -> dict[str, Any]:
             for flag in plan.flags
         ],
         "memory": plan.fit
-        and {"verdict": plan.fit.verdict, "total": plan.fit.total, "arithmetic": plan.fit.arithmetic(), "parts": plan.fit},
+        and {
+            "verdict": plan.fit.verdict,
+            "total": plan.fit.total,
+            "arithmetic": plan.fit.arithmetic(),
+            "parts": plan.fit,
+        },
         "notes": plan.notes,
         "measured": plan.spec.measured,
         "command": plan.argv,

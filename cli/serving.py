@@ -34,10 +34,14 @@ def serve(
         list[str] | None, typer.Argument(help="Flags for the engine itself, after --.", metavar="-- FLAGS")
     ] = None,
     port: Port = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; other than loopback only with --api-key.")] = LOOPBACK,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other than loopback only with --api-key.")
+    ] = LOOPBACK,
     api_key: Annotated[str | None, typer.Option(help="A key that clients must send, or `auto` to make one.")] = None,
     keep_alive: Annotated[float | None, typer.Option(min=0, help="Seconds to stay after the last user (0).")] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when it is ready; it runs until it is stopped.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when it is ready; it runs until it is stopped.")
+    ] = False,
     timeout: Timeout = None,
     as_quoted: AsQuoted = False,
     force: Annotated[bool, typer.Option("--force", help="Start even though the memory check says no.")] = False,
@@ -232,5 +236,3 @@ def _follow(path: Path) -> None:
                 log.seek(0)  # it was cut to its cap
             else:
                 time.sleep(0.2)
-
-

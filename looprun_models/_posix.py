@@ -27,7 +27,7 @@ def detached() -> dict[str, Any]:
 def tied_to_me() -> dict[str, Any]:
     """Popen options for a child in a session of its own that dies with the calling thread (Linux).
 
-    Elsewhere, and where the program has file capabilities (they clear the request), the record is what finds the orphan.
+    Elsewhere, and where the program has file capabilities (they clear the request), the record finds the orphan.
     """
     return {"start_new_session": True, "preexec_fn": _arm(os.getpid()) if LINUX else None}
 

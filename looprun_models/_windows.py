@@ -1,6 +1,6 @@
-"""Processes and locks on Windows: the same few functions as `_posix`. Written from the documentation; never run there.
+"""Processes and locks on Windows: the same few functions as `_posix`. Written from the documentation, never run.
 
-A child whose supervisor was killed is found by its record; a job object would end it at once and is still to be written.
+A child whose supervisor was killed is found by its record; a job object, which would end it at once, is still to come.
 """
 
 from __future__ import annotations

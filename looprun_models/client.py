@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import openai
 import openai.resources.chat  # imported now: the first `.chat` would otherwise pay for it
@@ -110,7 +110,8 @@ class _Local:
         if isinstance(error, openai.APITimeoutError):
             return error
         why_gone = getattr(self.server, "why_gone", lambda: None)()
-        log = f" (log: {why_gone.log})" if getattr(why_gone, "log", None) else ""
+        path = getattr(why_gone, "log", None)
+        log = f" (log: {path})" if path else ""
         return ServerGoneError(
             f"{why_gone or f'the server at {self.server.base_url} does not answer.'}{log}",
             hint=getattr(why_gone, "hint", "") or f"looprun models logs {self.spec.alias}",
@@ -170,6 +171,9 @@ class AsyncLocalModel(_Local, openai.AsyncOpenAI):
         return self._status_error(super()._make_status_error(err_msg, body=body, response=response))
 
 
+Client = TypeVar("Client", LocalModel, AsyncLocalModel)
+
+
 class _Starting:
     """What `async_local_model` returns: `async with` it, or await it. The start runs in a thread."""
 
@@ -225,7 +229,7 @@ def local_model(
     spec, handle = _start(
         alias, runtime, auto_start, auto_download, timeout, on_progress, port, keep_alive, tuple(engine_flags)
     )
-    return _connect(LocalModel, spec, handle, http_client(trust_env=False))
+    return _adopted(LocalModel(**_connection(handle, http_client(trust_env=False))), spec, handle)
 
 
 def async_local_model(
@@ -250,17 +254,15 @@ def async_local_model(
             alias, runtime, auto_start, auto_download, timeout, on_progress, port, keep_alive, tuple(engine_flags)
         )
         http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, timeout=_timeout())
-        return _connect(AsyncLocalModel, spec, handle, http)
+        return _adopted(AsyncLocalModel(**_connection(handle, http)), spec, handle)
 
     return _Starting(start)
 
 
-localModel = local_model  # noqa: N816 (the name that the original's users type)
+localModel = local_model
 
 
-def local_model_status(
-    alias: str | None = None, *, runtime: str | ModelRuntimePort | None = None
-) -> RuntimeStatus:
+def local_model_status(alias: str | None = None, *, runtime: str | ModelRuntimePort | None = None) -> RuntimeStatus:
     """Which of engine, weights and server is missing for a profile; looks, and changes nothing."""
     return pick_runtime(runtime).status(resolve_alias(alias))
 
@@ -308,8 +310,17 @@ def _start(
     return spec, handle
 
 
-def _connect(kind: Any, spec: LocalModelSpec, handle: ServerHandle, http: Any) -> Any:
-    client = kind(base_url=handle.base_url, api_key=handle.api_key or NO_KEY, max_retries=0, timeout=_timeout(), http_client=http)
+def _connection(handle: ServerHandle, http: Any) -> dict[str, Any]:
+    return {
+        "base_url": handle.base_url,
+        "api_key": handle.api_key or NO_KEY,
+        "max_retries": 0,
+        "timeout": _timeout(),
+        "http_client": http,
+    }
+
+
+def _adopted(client: Client, spec: LocalModelSpec, handle: ServerHandle) -> Client:
     client.model, client.spec, client.server = getattr(handle, "served_id", spec.served_id), spec, handle
     client._owner = True
     _forget_cloud(client, {})
@@ -317,7 +328,7 @@ def _connect(kind: Any, spec: LocalModelSpec, handle: ServerHandle, http: Any) -
 
 
 def _forget_cloud(client: Any, headers: Mapping[str, str]) -> None:
-    """OpenAI's constructor reads OPENAI_ORG_ID and its like for whatever was not given; none of it concerns this server."""
+    """OpenAI's constructor reads OPENAI_ORG_ID and its like for what was not given; none of it concerns this server."""
     client.organization = client.project = client.admin_api_key = client.webhook_secret = None
     client._custom_headers = dict(headers)
 

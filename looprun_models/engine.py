@@ -1,6 +1,6 @@
-"""Find a llama-server and learn what it is: its build, its flags, its devices, and why each other candidate will not do.
+"""Find a llama-server and learn what it is: build, flags, devices, and why each other candidate will not do.
 
-An engine is trusted by what its own `--help` lists, never by its number: vendors ship builds that call themselves 0 or 1.
+An engine is trusted by what its own `--help` lists, never by its number: vendors ship builds that call themselves 0.
 What was learned is kept in the user cache folder by path, size and time of change.
 """
 
@@ -29,7 +29,8 @@ UNKNOWN_BELOW = 1000
 """A smaller number is a vendor's 0 or 1, which says nothing."""
 PROBE_TIMEOUT = 20.0
 PROGRAM = "llama-server.exe" if os.name == "nt" else "llama-server"
-INSTALL_HINT = 'pip install "looprun-models[embedded]"   (or set LLAMA_BIN to a llama-server of build b9780 or later)'
+EMBEDDED = 'pip install "looprun-models[embedded]"'
+INSTALL_HINT = f"{EMBEDDED}   (or set LLAMA_BIN to a llama-server of build b{FLOOR} or later)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ def find_engine(settings: Settings) -> Engine:
         skipped.append(verdict)
     if settings.llama_bin is not None:
         why = skipped[0]
-        raise EngineMissing(f"LLAMA_BIN={why.path} cannot be used: {why.why}.", hint="point LLAMA_BIN at a llama-server, or unset it")
+        raise EngineMissing(
+            f"LLAMA_BIN={why.path} cannot be used: {why.why}.", hint="point LLAMA_BIN at a llama-server, or unset it"
+        )
     raise EngineMissing("no usable llama-server was found.", hint=INSTALL_HINT, skipped=map(str, skipped))
 
 
@@ -132,7 +135,7 @@ def examine(path: Path, source: str, settings: Settings) -> Engine | Skipped:
 
 
 def devices(engine: Engine, settings: Settings) -> tuple[Device, ...]:
-    """The GPUs the engine would use, from its own --list-devices; empty for a CPU build. Asked afresh: memory changes."""
+    """The GPUs the engine would use, from its own --list-devices; empty for a CPU build. Asked afresh each time."""
     if not engine.has("--list-devices"):
         return ()
     out = _probe(engine.command, "--list-devices", settings, engine.library_path)
@@ -233,9 +236,7 @@ def _examine_embedded(settings: Settings) -> Engine | Skipped:
     return _learn(command, Path(found.origin).resolve(), "embedded", settings, wrapper)
 
 
-def _learn(
-    command: tuple[str, ...], real: Path, source: str, settings: Settings, *more: Path
-) -> Engine | Skipped:
+def _learn(command: tuple[str, ...], real: Path, source: str, settings: Settings, *more: Path) -> Engine | Skipped:
     stats = [path.stat() for path in (real, *more)]
     identity = f"{real}:" + ":".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
     known = _remembered(settings).get(identity)

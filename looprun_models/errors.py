@@ -50,9 +50,7 @@ class UnknownAlias(UsageError):
 
     def __init__(self, alias: str, known: Sequence[str], nearest: Sequence[str]) -> None:
         near = f" Did you mean {' or '.join(nearest)}?" if nearest else ""
-        super().__init__(
-            f"unknown model alias {alias!r}.{near} Known: {', '.join(known)}.", hint="looprun models list"
-        )
+        super().__init__(f"unknown model alias {alias!r}.{near} Known: {', '.join(known)}.", hint="looprun models list")
         self.alias, self.known, self.nearest = alias, tuple(known), tuple(nearest)
 
 
@@ -174,9 +172,7 @@ class FolderUnwritable(LooprunError):
     """A folder of ours cannot be made or written."""
 
     def __init__(self, path: Path, variable: str, why: str) -> None:
-        super().__init__(
-            f"cannot write to {path}: {why}.", hint=f"set {variable} to a folder that you may write to"
-        )
+        super().__init__(f"cannot write to {path}: {why}.", hint=f"set {variable} to a folder that you may write to")
         self.path, self.variable = path, variable
 
 
@@ -192,9 +188,7 @@ class ContextOverflow(LooprunError):
     """The prompt does not fit the context. Both numbers are tokens."""
 
     def __init__(self, prompt_tokens: int, context: int, *, hint: str) -> None:
-        super().__init__(
-            f"the prompt has {prompt_tokens} tokens and the context holds {context}.", hint=hint
-        )
+        super().__init__(f"the prompt has {prompt_tokens} tokens and the context holds {context}.", hint=hint)
         self.prompt_tokens, self.context = prompt_tokens, context
 
 

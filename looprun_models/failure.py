@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from looprun_models.errors import EngineDied, LooprunError, PortInUse

@@ -2,7 +2,7 @@
 
 In a hybrid model every context checkpoint holds the whole recurrent state, and a RAM-cache entry holds the KV cache and
 all checkpoints of an agent. Quoted values can therefore keep nothing warm, or outgrow the machine; both are seen here,
-from the header, before anything is started. The formulas were checked against the engine's own log (docs/benchmarks.md).
+from the header, before anything is started. The formulas were checked against the engine's log (docs/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class GgufHeader:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some layers keep a state that cannot be cut back: reuse of a prefix needs checkpoints."""
+        """Whether some layers keep a state that cannot be cut back, which takes checkpoints."""
         return self.recurrent_layers > 0
 
     @property
@@ -424,10 +424,10 @@ def _tensor_table(cursor: _Cursor, count: int) -> _Tensors:
         size = -(-math.prod(dims) // per_block) * block_bytes if per_block else None
         sized.append((offset, size, name))
     sized.sort(key=lambda tensor: tensor[0])
-    following = [offset for offset, _, _ in sized[1:]]
-    for (offset, size, name), after in zip(sized, [*following, None], strict=True):
+    following = [offset for offset, _, _ in [*sized, *sized[-1:]][1:]]
+    for (offset, size, name), after in zip(sized, following, strict=True):
         # A type that is not known ends where the next tensor begins; only the last has to be taken on trust.
-        known = size if size is not None else (after or offset) - offset
+        known = size if size is not None else after - offset
         table.total += known
         table.end = max(table.end, offset + known)
         expert = _EXPERTS.match(name)

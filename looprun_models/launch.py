@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from looprun_models.engine import FLOOR, Device, Engine, child_environ, system_config
+from looprun_models.engine import EMBEDDED, FLOOR, Device, Engine, child_environ, system_config
 from looprun_models.errors import BadSetting, EngineTooLittle, NotEnoughMemory, ReservedFlag, UsageError, WeightsBad
 from looprun_models.fit import Fit, Sizing, fit_plan, gib
 from looprun_models.gguf import GgufHeader
@@ -47,7 +47,7 @@ OVERRIDES = {
     "-t": "threads",
     "--threads": "threads",
 }
-"""Recipe flags that may be given after `--`; their values enter the plan, so that memory check and identity stay true."""
+"""Recipe flags that may be given after `--`; their values enter the plan: memory check and identity stay true."""
 
 RESERVED = {
     "--host": "use --host before the `--`",
@@ -277,7 +277,7 @@ def plan_launch(
         checkpoints_fixed=origins["ctx_checkpoints"] != "profile",
         cache_fixed=origins["cache_ram"] != "profile",
     )
-    fit = header and fit_plan(header, sizing, machine, devices, as_quoted=options.as_quoted)
+    fit = fit_plan(header, sizing, machine, devices, as_quoted=options.as_quoted) if header else None
     api_key = options.api_key or (None if engine.has("--cors-origins") else options.spare_key)
     flags = _recipe(spec, request, options, port, engine, model, machine, fit, slots.path)
     _check_flags(flags, engine)
@@ -304,7 +304,7 @@ def plan_launch(
 
 
 def check_memory(plan: LaunchPlan, others: Iterable[Record], *, smaller: str = "") -> None:
-    """Raises NotEnoughMemory when the plan does not fit, naming servers of ours that hold memory and what would mend it."""
+    """Raises NotEnoughMemory when the plan does not fit, naming our servers that hold memory and what would mend it."""
     fit = plan.fit
     if fit is None or fit.verdict != "does not fit":
         return
@@ -353,7 +353,7 @@ def _check_flags(flags: Sequence[Flag], engine: Engine) -> None:
                 )
             raise EngineTooLittle(
                 f"the engine {engine.label} lacks {word}, which the recipe needs ({flag.reason}).",
-                hint=f'use a llama-server of build b{FLOOR} or later (LLAMA_BIN), or: pip install "looprun-models[embedded]"',
+                hint=f"use a llama-server of build b{FLOOR} or later (LLAMA_BIN), or the embedded engine: {EMBEDDED}",
             )
     drafts = next((flag for flag in flags if flag.words[0] == "--spec-type"), None)
     for kind in drafts.words[1].split(",") if drafts else ():
@@ -393,8 +393,14 @@ def _recipe(
             "the served id, and a second name that proves which plan is serving",
         ),
         Flag(("--jinja",), "looprun", "tool calls and template arguments need the model's own template"),
-        Flag(("-fa", str(request["flash_attn"])), values["flash_attn"].origin, "a quantized V cache needs flash attention"),
-        Flag(("-ngl", str(request["gpu_layers"])), values["gpu_layers"].origin, "every layer on the GPU, if there is one"),
+        Flag(
+            ("-fa", str(request["flash_attn"])),
+            values["flash_attn"].origin,
+            "a quantized V cache needs flash attention",
+        ),
+        Flag(
+            ("-ngl", str(request["gpu_layers"])), values["gpu_layers"].origin, "every layer on the GPU, if there is one"
+        ),
         _locked_in_ram(engine),
         Flag(("-np", str(request["parallel"])), values["parallel"].origin, "one slot keeps the shared prefix resident"),
         Flag(("-c", str(request["ctx"])), values["ctx"].origin, "context, in tokens"),

@@ -96,7 +96,7 @@ def recommend(specs: Iterable[LocalModelSpec], machine: Machine) -> tuple[LocalM
 
 
 def disk_free(path: Path) -> int:
-    """Bytes free for this user where `path` is or will be: at the nearest folder that exists (0: none does)."""
+    """Bytes free for this user where `path` is or will be: at the nearest folder that exists, else 0."""
     path = path.absolute()
     for place in (path, *path.parents):
         try:

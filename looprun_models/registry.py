@@ -1,7 +1,7 @@
 """The profiles, as data: what each alias serves and with which measured values.
 
-`resolve_alias("ram16")` gives the frozen `LocalModelSpec`. Built-in profiles are the TOML files of `profiles/`; a user's
-own lie in the `profiles` folder of the user config folder and follow the same schema (see profiles/README.md).
+`resolve_alias("ram16")` gives the frozen `LocalModelSpec`. Built-in profiles are the TOML files of `profiles/`; those
+of a user lie in the `profiles` folder of the user config folder and follow the same schema (see profiles/README.md).
 """
 
 from __future__ import annotations

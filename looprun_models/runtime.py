@@ -209,9 +209,7 @@ class LlamaCppRuntime:
         engine, request, slots = self._request(spec, need_weights=False)
         return self._plan(spec, engine, request, slots, self.options.port or self.settings.port or spec.port)
 
-    def _request(
-        self, spec: LocalModelSpec, *, need_weights: bool = True
-    ) -> tuple[Engine, Request, SlotFolder]:
+    def _request(self, spec: LocalModelSpec, *, need_weights: bool = True) -> tuple[Engine, Request, SlotFolder]:
         """Cheap checks first: nothing here reads a GGUF or starts a program that was seen before."""
         settings = self.settings
         read_request(spec, settings, self.options, engine_identity="", weights_identity="", slot_dir=None)
@@ -230,9 +228,7 @@ class LlamaCppRuntime:
         )
         return engine, request, slots
 
-    def _plan(
-        self, spec: LocalModelSpec, engine: Engine, request: Request, slots: SlotFolder, port: int
-    ) -> LaunchPlan:
+    def _plan(self, spec: LocalModelSpec, engine: Engine, request: Request, slots: SlotFolder, port: int) -> LaunchPlan:
         found = inspect_weights(spec, self.settings)
         if found.state not in (weights_module.OK, MISSING):
             raise mending_error(spec, found)
@@ -315,7 +311,7 @@ def load_runtime(name: str) -> ModelRuntimePort:
         runtime = loaded() if isinstance(loaded, type) else loaded
     except UsageError:
         raise
-    except Exception as error:  # noqa: BLE001 (somebody else's code: whatever it raises is its own, and is named)
+    except Exception as error:
         package = entry.dist.name if entry.dist else entry.value
         raise RuntimeBroken(
             f"the runtime {name!r} of {package} could not be loaded: {type(error).__name__}: {error}",

@@ -36,7 +36,7 @@ from looprun_models.settings import Settings, private_dir
 from looprun_models.wire import LOOPBACK, Channel, Record, dial_host, identify, proves, stop_process, system
 
 START_TIMEOUT = 240.0
-"""Seconds to wait for a model by default: 17 GB from a slow disk take minutes, and a dead engine ends the wait anyway."""
+"""Seconds to wait for a model: 17 GB from a slow disk take minutes, and a dead engine ends the wait anyway."""
 LOCK_TIMEOUT = 60.0
 ANSWER_TIMEOUT = 5.0
 PROGRESS_EVERY = 0.25
@@ -133,7 +133,7 @@ class Lease:
     def _take(self, message: dict[str, Any] | None) -> None:
         if message is None:
             raise EngineDied(
-                f"the supervisor of {self.record.alias} (pid {self.record.supervisor_pid}) ended, and the server with it.",
+                f"the supervisor of {self.record.alias} (pid {self.record.supervisor_pid}) ended, its server with it.",
                 hint=f"looprun models serve {self.record.alias}",
                 log=Path(self.record.log),
                 tail=log_tail(self.record.log),
@@ -186,9 +186,7 @@ class Wanted:
     plan: Callable[[int, list[Record]], LaunchPlan]
 
 
-def ensure_server(
-    settings: Settings, wanted: Wanted, *, keep_alive: float | None, may_start: bool = True
-) -> Lease:
+def ensure_server(settings: Settings, wanted: Wanted, *, keep_alive: float | None, may_start: bool = True) -> Lease:
     """Attach to the server that is wanted, or start it; the lease may still be loading, see `Lease.wait_ready`.
 
     keep_alive: seconds that the server stays after this lease, None for ever. Raises PortInUse, NotEnoughMemory and
@@ -213,7 +211,8 @@ def attach(record: Record, keep_alive: float | None) -> Lease | None:
     try:
         channel = _call(record)
     except ConnectionRefusedError:
-        return _await_end(record)
+        _await_end(record)
+        return None
     except TimeoutError:
         raise _mute(record) from None
     channel.send(token=record.token, op="lease", name=_my_name(), keep_alive=keep_alive)
@@ -224,7 +223,8 @@ def attach(record: Record, keep_alive: float | None) -> Lease | None:
         raise _mute(record) from None
     if answer is None or answer["state"] not in ("loading", "ready"):
         channel.close()
-        return _await_end(record)
+        _await_end(record)
+        return None
     return Lease(record, channel, already_running=True, state=answer["state"])
 
 
@@ -241,7 +241,7 @@ def list_servers(settings: Settings) -> list[Record]:
 
 
 def server_status(record: Record) -> dict[str, Any] | None:
-    """What the supervisor says: state, leases (who), stops_in (seconds or None), uptime; None when it does not answer."""
+    """What the supervisor says: state, leases (who), stops_in (seconds or None), uptime; None when it is silent."""
     try:
         channel = _call(record)
         channel.send(token=record.token, op="status")
@@ -262,9 +262,7 @@ def stop_server(record: Record, *, force: bool = False, channel: Channel | None 
     answer = _ask_to_stop(record, force, channel)
     if answer and answer.get("ok") is False:
         holders = ", ".join(answer["holders"])
-        raise ServerInUse(
-            f"{record.alias} is used by {holders}.", hint=f"looprun models stop {record.alias} --force"
-        )
+        raise ServerInUse(f"{record.alias} is used by {holders}.", hint=f"looprun models stop {record.alias} --force")
     if answer is None and not _ended(record, 1.0):
         if not force:
             raise _mute(record)
@@ -291,7 +289,7 @@ def _ask_to_stop(record: Record, force: bool, channel: Channel | None) -> dict[s
 
 
 def last_end(settings: Settings, alias: str) -> str | None:
-    """How the newest server of this alias ended, if it died by itself: what its supervisor wrote at the end of the log."""
+    """How the newest server of this alias ended, if it died by itself: the last line of its log."""
     log = newest_log(settings, alias)
     last = log_tail(log, 1) if log else []
     note = "looprun: the engine ended: "
@@ -315,7 +313,7 @@ def port_holder(port: int) -> str:
 
     try:
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid:
                 return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
     except (psutil.Error, OSError):
         return "another program"

@@ -40,7 +40,9 @@ class Weights:
 def weights_path(spec: LocalModelSpec, settings: Settings) -> tuple[Path, str]:
     """The path, and what decided it: the profile's own variable, or its default folder."""
     named = settings.model_path(spec.env_var)
-    return (named.absolute(), f"variable {spec.env_var}") if named else (spec.default_path(settings).absolute(), "profile")
+    return (
+        (named.absolute(), f"variable {spec.env_var}") if named else (spec.default_path(settings).absolute(), "profile")
+    )
 
 
 def inspect_weights(spec: LocalModelSpec, settings: Settings) -> Weights:
@@ -70,6 +72,4 @@ def mending_error(spec: LocalModelSpec, weights: Weights) -> LooprunError:
 
 def _check(spec: LocalModelSpec, path: Path, header: GgufHeader) -> None:
     if spec.size_bytes is not None and header.file_size != spec.size_bytes:
-        raise WeightsBad(
-            f"{path} has {header.file_size:,} bytes; {spec.alias} pins {spec.size_bytes:,} bytes."
-        )
+        raise WeightsBad(f"{path} has {header.file_size:,} bytes; {spec.alias} pins {spec.size_bytes:,} bytes.")

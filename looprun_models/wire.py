@@ -4,10 +4,11 @@ Standard library only, and little of that: the supervisor stays resident beside 
 Messages are JSON objects, one a line, over loopback TCP; the first one carries the token from the 0600 record.
 
     client                                             supervisor
-    {"token", "op": "lease", "name", "keep_alive"}  -> {"state": "loading" | "ready" | "stopping"}, later
-                                                       {"state": "ready"}, {"state": "died", "code"}, {"state": "stopped"}
-    {"token", "op": "status"}                       -> {"state", "leases", "stops_in", "uptime", "child_pid"}
-    {"token", "op": "stop", "force"}                -> {"ok": true, "forced"} when all is gone, or {"ok": false, "holders"}
+    {"token", "op": "lease", "name", "keep_alive"}  -> {"state": "loading" | "ready"}, later {"state": "ready"},
+                                                       {"state": "died", "code"} or {"state": "stopped"}
+    {"token", "op": "status"}                       -> {"state", "leases", "stops_in", "uptime"}
+    {"token", "op": "stop", "force"}                -> {"ok": true, "forced"} when all is gone,
+                                                       or {"ok": false, "holders"}
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setenv("LOOPRUN_KEEP_ALIVE", "0")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # spinning threads starve each other when engines share two cores
     yield folder
     left = processes_of(folder)
     for process in left:
@@ -43,7 +44,11 @@ def processes_of(home: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.cwd().startswith(str(home)) and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+            if (
+                process.cwd().startswith(str(home))
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.pid != os.getpid()
+            ):
                 found.append(process)
         except psutil.Error:
             continue

@@ -1,4 +1,4 @@
-"""The header reader: what it says of good files, what it says of bad ones, and that garbage never gets further."""
+"""The header reader: what it says of good files and of bad ones, and that garbage never gets further."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def value(item: Any) -> bytes:
     return struct.pack(f"<IIQ{len(item)}{code}", 9, kind, len(item), *item)
 
 
-def gguf(values: Mapping[str, Any], tensors: Sequence[Tensor] = (), version: int = 3, align: int = 32) -> bytes:
+def gguf(
+    values: Mapping[str, Any], tensors: Sequence[Tensor] = (), version: int = 3, align: int = 32
+) -> bytes:
     """A whole file: the header and zeros for the weights."""
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(values))
     head += b"".join(text(key) + value(item) for key, item in values.items())
@@ -437,7 +439,7 @@ def test_any_garbage_ends_in_a_header_or_in_weights_bad(tmp_path: Path) -> None:
     chance = random.Random(20260730)
     header_end = len(good) - 400
     outcomes = {"header": 0, "bad": 0}
-    for turn in range(6000):
+    for turn in range(1500):
         mutant = bytearray(good)
         for _ in range(chance.choice([1, 1, 2, 5])):
             at = chance.randrange(4, header_end)
@@ -455,7 +457,7 @@ def test_any_garbage_ends_in_a_header_or_in_weights_bad(tmp_path: Path) -> None:
             assert header.kv_bytes(4096, "q8_0") >= 0
             assert header.checkpoint_bytes(4096, drafting=True) >= 0
 
-    assert min(outcomes.values()) > 300, outcomes
+    assert min(outcomes.values()) > 150, outcomes
 
 
 def test_random_bytes_after_the_magic(tmp_path: Path) -> None:
@@ -534,8 +536,9 @@ def test_tiny_models(tiny_gguf: Callable[[str], Path], name: str, drafts: int, e
 
 
 def test_wide_model_has_what_engines_report(tiny_gguf: Callable[[str], Path]) -> None:
-    """Lines of the engine's log for this file with a context of 4096: KV 8.00 MiB, or 4.25 in q8_0; the draft's KV
-    8.00; recurrent state 6.28, and 25.12 with drafts of 3; a checkpoint of 1794 tokens 9.82."""
+    """The engine's log lines for this file, context 4096: KV 8.00 MiB, 4.25 in q8_0; the draft's KV 8.00;
+    recurrent state 6.28, and 25.12 with drafts of 3; a checkpoint of 1794 tokens 9.82.
+    """
     header = read_header(tiny_gguf("wide-qwen35-mtp"))
 
     assert header.kv_bytes(4096, "f16") == 8 * MIB

@@ -42,9 +42,7 @@ class ExternalRuntime:
 
     id = "external"
 
-    def __init__(
-        self, base_url: str | None = None, api_key: str | None = None, model: str | None = None
-    ) -> None:
+    def __init__(self, base_url: str | None = None, api_key: str | None = None, model: str | None = None) -> None:
         settings = load_settings()
         self.base_url = normalise_url(base_url or settings.external_url or "")
         self.api_key = api_key or settings.external_key
@@ -54,7 +52,9 @@ class ExternalRuntime:
         try:
             served = self._served()
         except ServerUnavailable as error:
-            return RuntimeStatus(self.id, None, None, ServerStatus(False, self.base_url, note=error.message, fix=error.hint))
+            return RuntimeStatus(
+                self.id, None, None, ServerStatus(False, self.base_url, note=error.message, fix=error.hint)
+            )
         return RuntimeStatus(self.id, None, None, ServerStatus(True, self.base_url, ", ".join(served)))
 
     def ensure_model(
@@ -90,7 +90,11 @@ class ExternalRuntime:
         with (
             http_client(trust_env=not local) as http,
             openai.OpenAI(
-                base_url=self.base_url, api_key=self.api_key or "none", max_retries=0, timeout=ANSWER_TIMEOUT, http_client=http
+                base_url=self.base_url,
+                api_key=self.api_key or "none",
+                max_retries=0,
+                timeout=ANSWER_TIMEOUT,
+                http_client=http,
             ) as client,
         ):
             try:
