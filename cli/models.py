@@ -84,8 +84,9 @@ def _status_of_one(spec: LocalModelSpec, settings: Settings, json: bool, runtime
         _say_binary(state.binary)
     if state.model_file:
         _say_model_file(state.model_file)
-    ended = None if state.server.up else last_end(settings, spec.alias)
-    _say_server(state.server, ended, _record_of(spec, settings))
+    ours = state.runtime == LlamaCppRuntime.id
+    ended = last_end(settings, spec.alias) if ours and not state.server.up else None
+    _say_server(state.server, ended, _record_of(spec, settings) if ours else None)
     return state.ready_to_start
 
 
@@ -217,9 +218,9 @@ def _say_server(server: ServerStatus, ended: str | None, record: Record | None) 
             users = ", ".join(told["leases"]) or "nobody"
             stops = "" if told["stops_in"] is None else f"; stops in {told['stops_in']:.0f} s unless it is used"
             say(f"                    used by {users}{stops}")
-        return
-    why = f"died: {ended}" if ended else server.note
-    say("  server   down" + (f"     {why}" if why else ""))
+    else:
+        why = f"died: {ended}" if ended else server.note
+        say("  server   down" + (f"     {why}" if why else ""))
     if server.fix:
         say(f"                    next: {server.fix}")
 

@@ -7,17 +7,19 @@ no retry (a retry repeats a long prefill), no read limit shorter than the work.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+import importlib
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
 
 import openai
 import openai.resources.chat  # imported now: the first `.chat` would otherwise pay for it
 
-from looprun_models.errors import ContextOverflow, LooprunError, ServerUnavailable, UsageError
+from looprun_models.errors import ContextOverflow, ServerUnavailable, UsageError
 from looprun_models.launch import Options
-from looprun_models.progress import OnProgress
+from looprun_models.progress import OnProgress, Progress
 from looprun_models.registry import LocalModelSpec, resolve_alias
 from looprun_models.runtime import (
     LLAMA_CPP,
@@ -32,6 +34,11 @@ from looprun_models.settings import load_settings
 CONNECT_TIMEOUT = 5.0
 """Seconds; a loopback server accepts at once or not at all. There is no read limit: a long prefill is not a failure."""
 NO_KEY = "none"
+REASON_TIMEOUT = 3.0
+"""Seconds to wait for the reason of a broken connection: the supervisor hears of an engine's end after its client."""
+
+# openai 2 lets these out of a stream, openai 3 wraps them; each has its own HTTP library, which this finds.
+http_library: Any = importlib.import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0])
 
 
 class ContextOverflowError(ContextOverflow, openai.BadRequestError):
@@ -94,9 +101,7 @@ class _Local:
     def _status_error(self, standard: openai.APIStatusError) -> openai.APIStatusError:
         body = standard.body if isinstance(standard.body, dict) else {}
         if body.get("type") == "exceed_context_size_error":
-            return ContextOverflowError(
-                int(body["n_prompt_tokens"]), int(body["n_ctx"]), response=standard.response, body=body
-            )
+            return _overflow(body, standard.response) or standard
         if standard.status_code == 503:
             return NotReadyError(
                 f"{self.spec.alias} is not ready: {body.get('message', standard.message)}",
@@ -106,16 +111,16 @@ class _Local:
             )
         return standard
 
-    def _gone(self, error: openai.APIConnectionError) -> openai.APIConnectionError:
-        if isinstance(error, openai.APITimeoutError):
-            return error
-        why_gone = getattr(self.server, "why_gone", lambda: None)()
-        path = getattr(why_gone, "log", None)
-        log = f" (log: {path})" if path else ""
+    def _gone(self, request: Any) -> ServerGoneError:
+        """Waits up to REASON_TIMEOUT for the reason."""
+        ask = getattr(self.server, "why_gone", None)
+        reason = ask(REASON_TIMEOUT) if ask else None
+        message = reason.message if reason else f"the server at {self.server.base_url} does not answer."
+        log = getattr(reason, "log", None)
         return ServerGoneError(
-            f"{why_gone or f'the server at {self.server.base_url} does not answer.'}{log}",
-            hint=getattr(why_gone, "hint", "") or f"looprun models logs {self.spec.alias}",
-            request=error.request,
+            f"{message} (log: {log})" if log else message,
+            hint=(reason and reason.hint) or f"looprun models status {self.spec.alias}",
+            request=request,
         )
 
 
@@ -137,9 +142,24 @@ class LocalModel(_Local, openai.OpenAI):
 
     def request(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().request(*args, **options)
+            answer = super().request(*args, **options)
+        except openai.APITimeoutError:
+            raise
         except openai.APIConnectionError as error:
-            raise self._gone(error) from error
+            raise self._gone(error.request) from error
+        if isinstance(answer, openai.Stream):
+            answer._iterator = self._explained(answer._iterator, answer.response)
+        return answer
+
+    def _explained(self, items: Iterator[Any], response: Any) -> Iterator[Any]:
+        try:
+            yield from items
+        except (openai.APITimeoutError, http_library.TimeoutException):
+            raise
+        except (openai.APIConnectionError, http_library.TransportError) as error:
+            raise self._gone(response.request) from error
+        except openai.APIError as error:
+            raise _told_in_stream(error, response) from None
 
     def _make_status_error(self, err_msg: str, *, body: object, response: Any) -> openai.APIStatusError:
         return self._status_error(super()._make_status_error(err_msg, body=body, response=response))
@@ -163,9 +183,25 @@ class AsyncLocalModel(_Local, openai.AsyncOpenAI):
 
     async def request(self, *args: Any, **options: Any) -> Any:
         try:
-            return await super().request(*args, **options)
+            answer = await super().request(*args, **options)
+        except openai.APITimeoutError:
+            raise
         except openai.APIConnectionError as error:
-            raise self._gone(error) from error
+            raise await asyncio.to_thread(self._gone, error.request) from error
+        if isinstance(answer, openai.AsyncStream):
+            answer._iterator = self._explained(answer._iterator, answer.response)
+        return answer
+
+    async def _explained(self, items: AsyncIterator[Any], response: Any) -> AsyncIterator[Any]:
+        try:
+            async for item in items:
+                yield item
+        except (openai.APITimeoutError, http_library.TimeoutException):
+            raise
+        except (openai.APIConnectionError, http_library.TransportError) as error:
+            raise await asyncio.to_thread(self._gone, response.request) from error
+        except openai.APIError as error:
+            raise _told_in_stream(error, response) from None
 
     def _make_status_error(self, err_msg: str, *, body: object, response: Any) -> openai.APIStatusError:
         return self._status_error(super()._make_status_error(err_msg, body=body, response=response))
@@ -177,8 +213,9 @@ Client = TypeVar("Client", LocalModel, AsyncLocalModel)
 class _Starting:
     """What `async_local_model` returns: `async with` it, or await it. The start runs in a thread."""
 
-    def __init__(self, start: Callable[[], AsyncLocalModel]) -> None:
-        self._start = start
+    def __init__(self, start: Callable[[OnProgress], AsyncLocalModel], on_progress: OnProgress | None) -> None:
+        self._start, self._on_progress = start, on_progress
+        self._given_up = threading.Event()
         self._model: AsyncLocalModel | None = None
 
     def __await__(self) -> Generator[Any, None, AsyncLocalModel]:
@@ -193,17 +230,29 @@ class _Starting:
             await self._model.close()
 
     async def _run(self) -> AsyncLocalModel:
-        starting = asyncio.get_running_loop().run_in_executor(None, self._start)
+        starting = asyncio.get_running_loop().run_in_executor(None, self._start, self._progress)
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
+            self._given_up.set()
             starting.add_done_callback(_give_up_late_start)
             raise
 
+    def _progress(self, progress: Progress) -> None:
+        """Called in the thread, many times a second: also the place where a start that nobody awaits ends."""
+        if self._given_up.is_set():
+            raise _GivenUp
+        if self._on_progress:
+            self._on_progress(progress)
+
+
+class _GivenUp(Exception):
+    """Ends a start in its thread; nobody sees it."""
+
 
 def _give_up_late_start(starting: asyncio.Future[AsyncLocalModel]) -> None:
-    """The caller was cancelled while the model was loading: nobody else will ever close it."""
-    with contextlib.suppress(LooprunError, asyncio.CancelledError):
+    """The caller was cancelled just before the model was ready: nobody else will ever close it."""
+    if not starting.cancelled() and starting.exception() is None:
         starting.result().server.__exit__(None, None, None)
 
 
@@ -229,7 +278,7 @@ def local_model(
     spec, handle = _start(
         alias, runtime, auto_start, auto_download, timeout, on_progress, port, keep_alive, tuple(engine_flags)
     )
-    return _adopted(LocalModel(**_connection(handle, http_client(trust_env=False))), spec, handle)
+    return _client(LocalModel, openai.DefaultHttpxClient, spec, handle)
 
 
 def async_local_model(
@@ -249,14 +298,13 @@ def async_local_model(
     The start does not block the event loop; on_progress is called from another thread.
     """
 
-    def start() -> AsyncLocalModel:
+    def start(progress: OnProgress) -> AsyncLocalModel:
         spec, handle = _start(
-            alias, runtime, auto_start, auto_download, timeout, on_progress, port, keep_alive, tuple(engine_flags)
+            alias, runtime, auto_start, auto_download, timeout, progress, port, keep_alive, tuple(engine_flags)
         )
-        http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, timeout=_timeout())
-        return _adopted(AsyncLocalModel(**_connection(handle, http)), spec, handle)
+        return _client(AsyncLocalModel, openai.DefaultAsyncHttpxClient, spec, handle)
 
-    return _Starting(start)
+    return _Starting(start, on_progress)
 
 
 localModel = local_model
@@ -267,9 +315,11 @@ def local_model_status(alias: str | None = None, *, runtime: str | ModelRuntimeP
     return pick_runtime(runtime).status(resolve_alias(alias))
 
 
-def http_client(*, trust_env: bool) -> Any:
-    """OpenAI's HTTP client without proxies; certificates are only loaded where the environment is trusted."""
-    return openai.DefaultHttpxClient(trust_env=trust_env, verify=trust_env, timeout=_timeout())
+def http_options(base_url: str) -> dict[str, Any]:
+    """For OpenAI's HTTP client: no proxy on this machine, and certificates are only loaded where one may be needed."""
+    address = urlsplit(base_url)
+    here = address.hostname in ("127.0.0.1", "::1", "localhost")
+    return {"trust_env": not here, "verify": not (here and address.scheme == "http"), "timeout": _timeout()}
 
 
 def pick_runtime(
@@ -282,6 +332,10 @@ def pick_runtime(
     """The runtime to use; port, keep_alive and engine_flags belong to llama.cpp and are refused with any other."""
     if runtime is None or runtime == LLAMA_CPP:
         settings = load_settings()
+        if keep_alive is not None and not keep_alive >= 0:
+            raise UsageError(
+                f"keep_alive={keep_alive} cannot be used: it takes seconds, 0 or more.", hint="leave it out"
+            )
         options = Options(port=_checked_port(port), engine_flags=engine_flags)
         return LlamaCppRuntime(settings, options, keep_alive=-1.0 if keep_alive is None else keep_alive)
     if port is not None or keep_alive is not None or engine_flags:
@@ -310,17 +364,14 @@ def _start(
     return spec, handle
 
 
-def _connection(handle: ServerHandle, http: Any) -> dict[str, Any]:
-    return {
-        "base_url": handle.base_url,
-        "api_key": handle.api_key or NO_KEY,
-        "max_retries": 0,
-        "timeout": _timeout(),
-        "http_client": http,
-    }
-
-
-def _adopted(client: Client, spec: LocalModelSpec, handle: ServerHandle) -> Client:
+def _client(kind: type[Client], http: Callable[..., Any], spec: LocalModelSpec, handle: ServerHandle) -> Client:
+    client = kind(
+        base_url=handle.base_url,
+        api_key=handle.api_key or NO_KEY,
+        max_retries=0,
+        timeout=_timeout(),
+        http_client=http(**http_options(handle.base_url)),
+    )
     client.model, client.spec, client.server = getattr(handle, "served_id", spec.served_id), spec, handle
     client._owner = True
     _forget_cloud(client, {})
@@ -343,6 +394,21 @@ def _checked_port(port: int | None) -> int | None:
     if port is not None and not 1 <= port <= 65535:
         raise UsageError(f"port={port} cannot be used: it takes 1 to 65535.", hint="choose another port")
     return port
+
+
+def _overflow(body: Mapping[str, Any], response: Any) -> ContextOverflowError | None:
+    prompt, context = body.get("n_prompt_tokens"), body.get("n_ctx")
+    if isinstance(prompt, int) and isinstance(context, int):
+        return ContextOverflowError(prompt, context, response=response, body=body)
+    return None
+
+
+def _told_in_stream(error: openai.APIError, response: Any) -> openai.APIError:
+    """What the server said in the middle of a stream, where OpenAI's own message may be only that it said something."""
+    body = error.body if type(error) is openai.APIError else None
+    if isinstance(body, dict) and body.get("type") == "exceed_context_size_error":
+        return _overflow(body, response) or error
+    return openai.APIError(body, response.request, body=body) if isinstance(body, str) else error
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -123,8 +123,12 @@ def examine(path: Path, source: str, settings: Settings) -> Engine | Skipped:
     def skip(why: str) -> Skipped:
         return Skipped(str(path), source, why)
 
-    if not path.exists():
-        return skip("a link to nothing" if path.is_symlink() else "there is no such file")
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:
+        gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        why = "there is no such file" if gone else f"it cannot be looked at ({getattr(error, 'strerror', error)})"
+        return skip("a link to nothing" if gone and path.is_symlink() else why)
     if path.is_dir():
         inside = next((p for p in _programs_in(path) if p.is_file()), None)
         return skip("a folder, not a program" + (f" (did you mean {inside}?)" if inside else ""))
@@ -192,7 +196,7 @@ def parse_flags(help_text: str) -> frozenset[str]:
     flags: set[str] = set()
     for entry in re.split(r"\n(?=-)", "\n" + help_text):
         names = re.match(r"--?[A-Za-z][^\s,]*(?:,\s+--?[A-Za-z][^\s,]*)*", entry)
-        if names and "has been removed" not in entry:
+        if names and not re.search(r"has\s+been\s+removed", entry):
             flags.update(re.split(r",\s+", names[0]))
     return frozenset(flags)
 
@@ -203,7 +207,7 @@ def _install_folders(settings: Settings) -> list[Path]:
         return []
 
     def build(folder: Path) -> int:
-        named = re.search(r"(\d{4,6})", folder.name)
+        named = re.search(r"(?<!\d)(\d{4,6})(?!\d)", folder.name)
         if named:
             return int(named[1])
         verdicts = (verdict for verdict in _examine_folder(folder, settings) if isinstance(verdict, Engine))
@@ -239,15 +243,11 @@ def _examine_embedded(settings: Settings) -> Engine | Skipped:
 def _learn(command: tuple[str, ...], real: Path, source: str, settings: Settings, *more: Path) -> Engine | Skipped:
     stats = [path.stat() for path in (real, *more)]
     identity = f"{real}:" + ":".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
-    known = _remembered(settings).get(identity)
-    if known is None:
-        learned = _ask(command, settings, real)
-        if isinstance(learned, str):
-            return Skipped(str(real), source, learned)
-        known = asdict(learned)
-        _remember(settings, identity, known)
-    version, help_text = str(known["version"]), str(known["help_text"])
-    build = parse_build(version)
+    learned = _recall(settings, identity) or _ask(command, settings, real)
+    if isinstance(learned, str):
+        return Skipped(str(real), source, learned)
+    _remember(settings, identity, learned)
+    build = parse_build(learned.version)
     if build is not None and build < FLOOR:
         return Skipped(str(real), source, f"build b{build} is older than b{FLOOR}, the first that can run the profiles")
     return Engine(
@@ -255,11 +255,11 @@ def _learn(command: tuple[str, ...], real: Path, source: str, settings: Settings
         command=command,
         source=source,
         build=build,
-        version=version,
-        flags=parse_flags(help_text),
-        help_text=help_text,
+        version=learned.version,
+        flags=parse_flags(learned.help_text),
+        help_text=learned.help_text,
         identity=identity,
-        library_path=bool(known["library_path"]),
+        library_path=learned.library_path,
         embedded=source == "embedded",
         note="" if build is not None else "its build number is unknown; its flags were checked instead",
     )
@@ -286,10 +286,19 @@ def _ask(command: tuple[str, ...], settings: Settings, real: Path) -> _Learned |
     help_page = _probe(command, "--help", settings, library_path)
     if isinstance(help_page, str):
         return help_page
-    line = next((ln for ln in (version.stderr + version.stdout).splitlines() if re.search(r"version|\bb\d{4}", ln)), "")
+    line = _version_line(version.stderr + "\n" + version.stdout)
     if not {"--model", "--ctx-size"} <= parse_flags(help_page.stdout):
         return "it does not answer --help as llama-server does"
-    return _Learned(line.strip(), help_page.stdout, library_path)
+    return _Learned(line, help_page.stdout, library_path)
+
+
+def _version_line(said: str) -> str:
+    """GPU and backend libraries talk first, and the paths they name may have another build's number in them."""
+    for shape in (r"^\W*version:", r"\bversion\b.*\d", r"\bb\d{4}", r"^\d{4,6}$"):
+        for line in map(str.strip, said.splitlines()):
+            if re.search(shape, line):
+                return line
+    return ""
 
 
 def _probe(
@@ -327,7 +336,7 @@ def _why_failed(code: int, said: str, question: str) -> str:
     if "SIGILL" in ended:
         return "built for another CPU (killed by SIGILL)"
     last = said.strip().splitlines()[-1:] or [""]
-    return f"it ended with {ended} when asked for {question}" + (f": {last[0]}" if last[0] else "")
+    return f"it ended ({ended}) when asked for {question}" + (f": {last[0]}" if last[0] else "")
 
 
 @functools.lru_cache(maxsize=4)
@@ -339,15 +348,21 @@ def _memory(path: Path) -> dict[str, dict[str, object]]:
     return known if isinstance(known, dict) else {}
 
 
-def _remembered(settings: Settings) -> dict[str, dict[str, object]]:
-    return _memory(settings.cache_dir / "engines.json")
+def _recall(settings: Settings, identity: str) -> _Learned | None:
+    """None for what is not known, and for what another version wrote in another form."""
+    match _memory(settings.cache_dir / "engines.json").get(identity):
+        case {"version": str(version), "help_text": str(help_text), "library_path": bool(library_path)}:
+            return _Learned(version, help_text, library_path)
+    return None
 
 
-def _remember(settings: Settings, identity: str, known: Mapping[str, object]) -> None:
+def _remember(settings: Settings, identity: str, learned: _Learned) -> None:
     """A cache: when it cannot be written, the next command asks again."""
-    memory = _remembered(settings)
-    memory[identity] = dict(known)
     path = settings.cache_dir / "engines.json"
+    memory = _memory(path)
+    if memory.get(identity) == asdict(learned):
+        return
+    memory[identity] = asdict(learned)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")

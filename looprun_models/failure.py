@@ -25,6 +25,11 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
         "leave the flag out, or use an engine that has it (LLAMA_BIN)",
     ),
     (
+        r"error while handling (?P<what>(?:argument|environment variable) [^\n]*)",
+        "the engine {engine} refused a value: {what}",
+        "looprun models show {alias}",
+    ),
+    (
         r"unknown model architecture: '?(?P<what>[\w.-]+)",
         "the engine {engine} is too old for this model's architecture ({what})",
         NEWER_ENGINE,
@@ -105,7 +110,8 @@ def explain(record: Record, code: int | None, why: str = "") -> LooprunError:
 
 def _cause(text: str, code: int | None, why: str, names: dict[str, str]) -> tuple[str, str]:
     if code is None:
-        return "the engine {engine} could not be started: " + why.replace("{", "("), "looprun models status"
+        names["what"] = why
+        return "the engine {engine} could not be started: {what}", "looprun models status"
     ended = system.describe_exit(code)
     for name, (cause, hint) in _SIGNALS.items():
         if name in ended:

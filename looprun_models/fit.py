@@ -20,6 +20,8 @@ WARM_AGENTS = 2
 """A switch needs room for the agent that leaves beside the one that comes back."""
 CHECKPOINT_CHOICES = (6, 5, 4, 3)
 """Numbers of checkpoints that kept every agent switch warm in the wide-state fixture."""
+DRAFT_MAX = 3
+"""Tokens a draft may have, by the engine's default; a live slot keeps a recurrent state for each, to take it back."""
 OVERHEAD = 512 * MIB
 """Compute buffers and the program itself."""
 TIGHT = 0.95
@@ -134,7 +136,8 @@ def _measure(header: GgufHeader, sizing: Sizing, machine: Machine, devices: tupl
     if header.is_hybrid:
         checkpoints = sizing.ctx_checkpoints * header.checkpoint_bytes(sizing.ctx, sizing.drafting)
         agent_checkpoints = sizing.ctx_checkpoints * header.checkpoint_bytes(agent, sizing.drafting)
-    weights, recurrent, overhead = header.file_size, header.recurrent_bytes, OVERHEAD
+    weights, overhead = header.file_size, OVERHEAD
+    recurrent = header.live_recurrent_bytes(DRAFT_MAX if sizing.drafting else 0)
     gpu_need, gpu_free, ncmoe = 0, 0, 0
     if devices and not machine.apple_silicon:
         gpu_free = sum(device.free for device in devices)
@@ -161,12 +164,11 @@ def _measure(header: GgufHeader, sizing: Sizing, machine: Machine, devices: tupl
 def _experts_on_host(header: GgufHeader, excess: int) -> tuple[int, int]:
     """How many layers' experts must stay in main memory to free `excess` bytes of GPU memory, and their bytes."""
     moved = 0
-    layers = [size for size in header.expert_layer_bytes if size]
-    for count, size in enumerate(layers):
+    for count, size in enumerate(header.expert_layer_bytes):  # the flag counts from the first layer, dense ones too
         if moved >= excess:
             return count, moved
         moved += size
-    return len(layers), moved if moved >= excess else header.file_size
+    return len(header.expert_layer_bytes), moved if moved >= excess else header.file_size
 
 
 def _explain(quoted: Fit, fitted: Fit) -> tuple[str, ...]:

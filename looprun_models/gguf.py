@@ -58,11 +58,11 @@ class GgufHeader:
 
     block_count counts the trunk's layers and, after them, the draft_layers (MTP blocks). kv_heads has one
     entry for each trunk layer with full attention, draft_kv_heads one for each MTP block. recurrent_layers
-    carry a fixed state of recurrent_layer_bytes each (f32); a layer can be both. Sliding-window layers count
-    as full attention, which over-estimates their KV; recurrent families that `ssm` and `shortconv` keys do
-    not describe (RWKV, KDA) count no state. expert_layer_bytes has the routed experts of each block, what `-ncmoe` moves;
-    () when dense. data_end is where the last tensor's data ends. tensor_bytes, data_end and
-    expert_layer_bytes are of this file alone, which holds one of `shards` parts.
+    carry a fixed state of recurrent_layer_bytes each (f32); a layer can be both. Sliding-window layers
+    count as full attention, which over-estimates their KV; recurrent families that `ssm` and `shortconv`
+    keys do not describe (RWKV, KDA) count no state. expert_layer_bytes has the routed experts of each
+    block, what `-ncmoe` moves; () when dense. data_end is where the last tensor's data ends. tensor_bytes,
+    data_end and expert_layer_bytes are of this file alone, which holds one of `shards` parts.
     """
 
     path: Path

@@ -59,10 +59,16 @@ RESERVED = {
     "--slot-save-path": "set LLAMA_SLOT_SAVE_PATH",
     "--api-key": "use --api-key before the `--`",
     "--api-key-file": "use --api-key before the `--`",
+    "--api-prefix": "clients find the API under /v1",
+    "--ssl-key-file": "clients talk plain HTTP to it",
+    "--ssl-cert-file": "clients talk plain HTTP to it",
     "-hf": "looprun models pull fetches the weights",
+    "-hfr": "looprun models pull fetches the weights",
     "--hf-repo": "looprun models pull fetches the weights",
     "-mu": "looprun models pull fetches the weights",
     "--model-url": "looprun models pull fetches the weights",
+    "-dr": "looprun models pull fetches the weights",
+    "--docker-repo": "looprun models pull fetches the weights",
     "--reuse-port": "one server has one port",
 }
 _WHOLE_NUMBERS = {"ctx": 1, "ctx_checkpoints": 0, "cache_ram": 0, "parallel": 1, "threads": 1, "gpu_layers": 0}
@@ -102,11 +108,12 @@ class Value:
 class Request:
     """The recipe's values before the machine is looked at: what makes two servers the same.
 
-    extra: engine flags passed through as they are.
+    extra: engine flags passed through as they are; the first ones are the profile's, `profile_extra` many.
     """
 
     values: Mapping[str, Value]
     extra: tuple[str, ...]
+    profile_extra: int = 0
     fingerprint: str = ""
 
     def __getitem__(self, name: str) -> Any:
@@ -187,12 +194,16 @@ def read_request(
     slot_dir: Path | None,
 ) -> Request:
     """Merge option over variable over profile. Raises BadSetting or ReservedFlag before anything else is looked at."""
-    overrides, extra = split_engine_flags((*spec.engine_flags, *options.engine_flags))
+    of_profile, profile_extra = split_engine_flags(spec.engine_flags)
+    overrides, extra = split_engine_flags(options.engine_flags)
+    extra = profile_extra + extra
 
     def pick(name: str, profile: Any, variable: str = "", value: Any = None) -> Value:
         if name in overrides:
             return Value(overrides[name], "option")
-        return Value(value, f"variable {variable}") if value is not None else Value(profile, "profile")
+        if value is not None:
+            return Value(value, f"variable {variable}")
+        return Value(of_profile.get(name, profile), "profile")
 
     spec_type = pick("spec_type", spec.spec_type or "", "LLAMA_SPEC_TYPE", settings.spec_type)
     values = {
@@ -211,7 +222,7 @@ def read_request(
     same |= {"extra": extra, "engine": engine_identity, "weights": weights_identity, "id": spec.served_id}
     same |= {"slots": str(slot_dir), "as_quoted": options.as_quoted, "ncp": spec.parallel}
     digest = hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()
-    return Request(values, extra, digest[:12])
+    return Request(values, extra, len(profile_extra), digest[:12])
 
 
 def split_engine_flags(flags: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -278,8 +289,8 @@ def plan_launch(
         cache_fixed=origins["cache_ram"] != "profile",
     )
     fit = fit_plan(header, sizing, machine, devices, as_quoted=options.as_quoted) if header else None
-    api_key = options.api_key or (None if engine.has("--cors-origins") else options.spare_key)
-    flags = _recipe(spec, request, options, port, engine, model, machine, fit, slots.path)
+    api_key = options.api_key or (None if engine.has("--cors-origins") else options.spare_key) or None
+    flags = _recipe(spec, settings, request, options, port, engine, model, machine, fit, slots.path)
     _check_flags(flags, engine)
     needs_path = not engine.embedded and (engine.library_path or machine.system == "Darwin")
     env, dropped = child_environ(settings, library_path=engine.path.parent if needs_path else None)
@@ -330,13 +341,14 @@ def _check_model(spec: LocalModelSpec, request: Request, header: GgufHeader) -> 
             hint=f"serve it without drafts: LLAMA_SPEC_TYPE='' looprun models serve {spec.alias}",
         )
     if header.is_hybrid and request["cache_ram"] == 0:
-        name = request.values["cache_ram"].origin.removeprefix("variable ")
+        origin = request.values["cache_ram"].origin
+        names = {"option": "--cache-ram", "profile": f"cache_ram_mib of {spec.alias}"}
         raise BadSetting(
-            "LLAMA_CACHE_RAM" if name == "profile" else name,
+            names.get(origin, origin.removeprefix("variable ")),
             "0",
             "1 MiB or more for a hybrid model: without the RAM prompt cache every agent switch reads the whole prompt",
         )
-    if request["flash_attn"] in ("off", "0") and request["kv_v"] != "f16":
+    if request["flash_attn"] in ("off", "0", "false", "disabled") and request["kv_v"] != "f16":
         raise BadSetting("-fa", str(request["flash_attn"]), "on, while the KV cache is q8_0 (or set LLAMA_KV=f16)")
 
 
@@ -366,6 +378,7 @@ def _check_flags(flags: Sequence[Flag], engine: Engine) -> None:
 
 def _recipe(
     spec: LocalModelSpec,
+    settings: Settings,
     request: Request,
     options: Options,
     port: int,
@@ -382,9 +395,11 @@ def _recipe(
 
     checkpoints = fit.ctx_checkpoints if fit else request["ctx_checkpoints"]
     cache_ram = fit.cache_ram_mib if fit else request["cache_ram"]
-    port_origin = "option" if options.port == port else "profile" if port == spec.port else "looprun"
+    ports = {spec.port: "profile", settings.port: "variable LLAMA_PORT", options.port: "option"}
+    port_origin = ports.get(port, "looprun")
+    named = settings.model_path(spec.env_var) is not None
     flags = [
-        Flag(("-m", str(model)), "profile", "the weights"),
+        Flag(("-m", str(model)), f"variable {spec.env_var}" if named else "profile", "the weights"),
         Flag(("--host", options.host), "looprun" if options.host == LOOPBACK else "option", "who can reach it"),
         Flag(("--port", str(port)), port_origin, "where clients find it"),
         Flag(
@@ -418,7 +433,8 @@ def _recipe(
         ),
     ]
     if slot_dir:
-        flags.append(Flag(("--slot-save-path", str(slot_dir)), "looprun", "where trunk states are kept over restarts"))
+        origin = "variable LLAMA_SLOT_SAVE_PATH" if settings.slot_save_path else "looprun"
+        flags.append(Flag(("--slot-save-path", str(slot_dir)), origin, "where trunk states are kept over restarts"))
     if request["spec_type"]:
         reason = "the trained head in the file drafts, and every draft is verified"
         flags.append(Flag(("--spec-type", request["spec_type"]), values["spec_type"].origin, reason))
@@ -431,8 +447,8 @@ def _recipe(
     if fit and fit.ncmoe and "-ncmoe" not in request.extra and "--n-cpu-moe" not in request.extra:
         reason = "experts of so many layers stay in main memory: the GPU has too little"
         flags.append(Flag(("-ncmoe", str(fit.ncmoe)), "fitted", reason))
-    if request.extra:
-        flags.append(Flag(request.extra, "option", "passed through"))
+    own, given = request.extra[: request.profile_extra], request.extra[request.profile_extra :]
+    flags += [Flag(words, origin, "passed through") for words, origin in ((own, "profile"), (given, "option")) if words]
     return tuple(flags)
 
 

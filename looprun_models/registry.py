@@ -7,6 +7,7 @@ of a user lie in the `profiles` folder of the user config folder and follow the 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -111,7 +112,7 @@ def chosen_alias(settings: Settings) -> str | None:
     path = settings.choice_file
     try:
         chosen = tomllib.loads(path.read_text(encoding="utf-8")).get("alias")
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+    except OSError:
         return None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadProfile(path, f"not readable as TOML: {error}") from error
@@ -197,7 +198,8 @@ def _check_ranges(path: Path, spec: LocalModelSpec) -> None:
         (not 1 <= spec.port <= 65535, "`port` must be 1 to 65535"),
         (spec.ctx_checkpoints < 0, "`ctx_checkpoints` must be 0 or more"),
         (spec.parallel < 1, "`parallel` must be 1 or more"),
-        (spec.approx_size_gb <= 0, "`approx_size_gb` must be above 0"),
+        (not 0 < spec.approx_size_gb < math.inf, "`approx_size_gb` must be above 0"),
+        (not 0 <= spec.min_ram_gb < math.inf, "`min_ram_gb` must be 0 or more"),
         (spec.sha256 is not None and not re.fullmatch(r"[0-9a-f]{64}", spec.sha256), "`sha256` is 64 hex"),
         (spec.size_bytes is not None and spec.size_bytes <= 0, "`size_bytes` must be above 0"),
     ]

@@ -74,7 +74,9 @@ class RuntimeStatus:
 
     @property
     def ready_to_start(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether nothing is missing; where nothing can be started, whether the server is up."""
+        if self.binary is None and self.model_file is None:
+            return self.server.up
         return (self.binary is None or self.binary.ok) and (
             self.model_file is None or self.model_file.state == weights_module.OK
         )
@@ -84,7 +86,8 @@ class RuntimeStatus:
 class ServerHandle(Protocol):
     """A server in use. Leaving the `with` block gives it up; `stop()` ends it, if it is ours to end.
 
-    base_url ends in /v1. A handle may also have `served_id`, when its server knows the model under another name.
+    base_url ends in /v1. A handle may also have `served_id`, when its server knows the model under another name, and
+    `why_gone(wait)`, which says within `wait` seconds why the server has ended, as a LooprunError, or None.
     """
 
     @property
@@ -306,21 +309,21 @@ def load_runtime(name: str) -> ModelRuntimePort:
     if name not in found:
         raise UnknownRuntime(name, sorted(found))
     entry = found[name]
+    package = entry.dist.name if entry.dist else entry.value
     try:
         loaded = entry.load()
         runtime = loaded() if isinstance(loaded, type) else loaded
     except UsageError:
         raise
     except Exception as error:
-        package = entry.dist.name if entry.dist else entry.value
         raise RuntimeBroken(
             f"the runtime {name!r} of {package} could not be loaded: {type(error).__name__}: {error}",
             hint=f"update or remove {package}, or leave --runtime out",
         ) from error
     if not isinstance(runtime, ModelRuntimePort):
         raise RuntimeBroken(
-            f"the runtime {name!r} ({entry.value}) lacks a method of ModelRuntimePort.",
-            hint="see looprun_models.testing for the contract",
+            f"the runtime {name!r} of {package} ({entry.value}) is no runtime: it lacks a part of ModelRuntimePort.",
+            hint=f"update or remove {package}, or leave --runtime out",
         )
     return runtime
 

@@ -13,6 +13,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -55,6 +56,8 @@ class Lease:
     def __init__(self, record: Record, channel: Channel, *, already_running: bool, state: str) -> None:
         self.record, self.already_running = record, already_running
         self._channel, self._state = channel, state
+        self._asking = threading.Lock()
+        self._gone: LooprunError | None = None
         _open_leases.add(self)
 
     @property
@@ -92,24 +95,25 @@ class Lease:
 
     def why_gone(self, wait: float = 0.0) -> LooprunError | None:
         """The reason when the server has ended, or ends within `wait` seconds; None while it lives."""
-        try:
-            self._channel.sock.settimeout(wait)
-            self._take(self._channel.receive())
-        except OSError:  # nothing was said, or this lease is closed
-            return None
-        except LooprunError as gone:
-            return gone
-        return None
+        with self._asking:
+            try:
+                if self._gone is None:
+                    self._channel.sock.settimeout(wait)
+                    self._take(self._channel.receive())
+            except OSError:  # nothing was said, or this lease is closed
+                return None
+            except LooprunError as gone:
+                self._gone = gone  # it is told once, and every thread that asks should hear the same
+            return self._gone
 
     def stop(self, *, force: bool = False) -> bool:
         """Stop the server; returns when the port is free, and whether it took force. Idempotent.
 
         Raises ServerInUse when others use it and force is not set.
         """
-        try:
-            return stop_server(self.record, force=force, channel=self._channel)
-        finally:
-            reap_children()
+        forced = stop_server(self.record, force=force, channel=self._channel)
+        self.close()
+        return forced
 
     def abandon(self) -> None:
         """Give up a start; returns when the engine is gone, unless others wait for it too."""
@@ -276,15 +280,15 @@ def stop_server(record: Record, *, force: bool = False, channel: Channel | None 
 
 def _ask_to_stop(record: Record, force: bool, channel: Channel | None) -> dict[str, Any] | None:
     """The supervisor's answer, skipping what else it says meanwhile; None when there is none."""
-    try:
-        channel = channel or _call(record)
+    with contextlib.ExitStack() as ours, contextlib.suppress(OSError):
+        if channel is None:
+            channel = _call(record)
+            ours.callback(channel.close)
         channel.sock.settimeout(STOPPING_TIMEOUT)
         channel.send(token=record.token, op="stop", force=force)
         while (answer := channel.receive()) is not None:
             if "ok" in answer:
                 return answer
-    except OSError:
-        return None
     return None
 
 
@@ -444,8 +448,8 @@ def _start(settings: Settings, plan: LaunchPlan, keep_alive: float | None) -> Le
         "keep_alive": keep_alive,
     }
     with listener:
-        _spawn_supervisor(settings, json.dumps(job).encode(), log)
-        channel = _expect(listener, log)
+        supervisor = _spawn_supervisor(settings, json.dumps(job).encode(), log)
+        channel = _expect(listener, supervisor, log)
     channel.sock.settimeout(30)
     first = channel.receive()
     if first is None or first.get("token") != token:
@@ -456,7 +460,7 @@ def _start(settings: Settings, plan: LaunchPlan, keep_alive: float | None) -> Le
     return Lease(Record(**first["record"]), channel, already_running=False, state="loading")
 
 
-def _spawn_supervisor(settings: Settings, job: bytes, log: Path) -> None:
+def _spawn_supervisor(settings: Settings, job: bytes, log: Path) -> int:
     with log.open("ab") as errors:
         supervisor = subprocess.Popen(
             [sys.executable, "-P", "-m", "looprun_models.supervisor"],
@@ -472,17 +476,17 @@ def _spawn_supervisor(settings: Settings, job: bytes, log: Path) -> None:
         stdin.write(job)
     _started_here.append(supervisor.pid)
     supervisor.returncode = 0  # it outlives this object on purpose; reap_children() collects it
+    return supervisor.pid
 
 
-def _expect(listener: socket.socket, log: Path) -> Channel:
+def _expect(listener: socket.socket, supervisor: int, log: Path) -> Channel:
     listener.settimeout(0.1)
     while True:
         try:
             return Channel(listener.accept()[0])
         except TimeoutError:
-            starting = len(_started_here)
             reap_children()
-            if len(_started_here) < starting:
+            if supervisor not in _started_here:
                 raise StartFailed(
                     "the supervisor could not start: " + " ".join(log_tail(log, 3)), hint=f"see {log}"
                 ) from None

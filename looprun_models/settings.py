@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +57,7 @@ class Settings:
 
     def expand(self, path: str) -> Path:
         """`~` is this environment's home, not whatever the process was started with."""
-        if self.home and (path == "~" or path.startswith(("~/", "~\\"))):
-            return self.home / path[2:]
-        return Path(path)
+        return _expand(path, self.home)
 
     @property
     def servers_dir(self) -> Path:
@@ -104,9 +103,9 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         environ=env,
         home=home,
-        config_dir=platformdirs.user_config_path("looprun", appauthor=False),
-        state_dir=_folder(env, "LOOPRUN_STATE_DIR", platformdirs.user_state_path("looprun", appauthor=False)),
-        cache_dir=_folder(env, "LOOPRUN_CACHE_DIR", platformdirs.user_cache_path("looprun", appauthor=False)),
+        config_dir=_user_folder(platformdirs.user_config_path),
+        state_dir=_folder(env, home, "LOOPRUN_STATE_DIR", _user_folder(platformdirs.user_state_path)),
+        cache_dir=_folder(env, home, "LOOPRUN_CACHE_DIR", _user_folder(platformdirs.user_cache_path)),
         llama_bin=text("LLAMA_BIN"),
         port=number("LLAMA_PORT", int, lambda port: 1 <= port <= 65535, "a port from 1 to 65535"),
         kv=kv,
@@ -146,12 +145,37 @@ def _clean(value: str) -> str:
 
 
 def _home(env: Mapping[str, str]) -> Path | None:
-    home = Path(os.path.expanduser("~"))
-    named = env.get("HOME")
-    home = Path(named) if named else home
-    return home if home.is_absolute() else None
+    """HOME when it is a full path, else what the system knows of this user, which may be nothing."""
+    named = env.get("HOME", "")
+    if not os.path.isabs(named):
+        named = _registered_home()
+    return Path(named) if os.path.isabs(named) else None
 
 
-def _folder(env: Mapping[str, str], variable: str, default: Path) -> Path:
+def _registered_home() -> str:
+    if sys.platform == "win32":
+        return os.path.expanduser("~")
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return ""
+
+
+def _user_folder(find: Callable[..., Path]) -> Path:
+    try:
+        return find("looprun", appauthor=False)
+    except RuntimeError:  # no home: reading must work, and writing says what is wrong
+        return Path("~")
+
+
+def _expand(path: str, home: Path | None) -> Path:
+    return home / path[2:] if home and (path == "~" or path.startswith(("~/", "~\\"))) else Path(path)
+
+
+def _folder(env: Mapping[str, str], home: Path | None, variable: str, default: Path) -> Path:
+    """A `~` that stands for nothing stays, so that `private_dir` says so instead of making a folder of that name."""
     value = _clean(env.get(variable, ""))
-    return Path(os.path.expanduser(value)).absolute() if value else default
+    path = _expand(value, home) if value else default
+    return path if path.parts[:1] == ("~",) else path.absolute()

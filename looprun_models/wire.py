@@ -118,7 +118,10 @@ class Channel:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message, waiting as long as the socket's timeout. None at the end. Raises TimeoutError."""
+        """The next message, waiting as long as the socket's timeout. None at the end.
+
+        Raises TimeoutError, or BlockingIOError with a timeout of 0.
+        """
         while b"\n" not in self._pending:
             if not self._read():
                 return None
@@ -135,8 +138,8 @@ class Channel:
     def _read(self) -> bool:
         try:
             data = self.sock.recv(65536)
-        except TimeoutError:
-            raise
+        except (TimeoutError, BlockingIOError):  # the second when the timeout is 0
+            raise TimeoutError from None
         except OSError:
             return False
         self._pending += data

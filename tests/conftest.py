@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,8 +15,10 @@ REPO = Path(__file__).parent.parent
 sys.path.insert(0, str(REPO / "scripts"))
 
 import make_tiny_gguf  # noqa: E402  (a script, not a package)
+from tests.helpers import free_port  # noqa: E402
 
-TINY = REPO / ".cache" / "tiny"
+SCRIPT = Path(make_tiny_gguf.__file__)
+TINY = REPO / ".cache" / f"tiny-{zlib.crc32(SCRIPT.read_bytes()):08x}"
 OURS = ("LLAMA_", "LOOPRUN_", "OPENAI_", "HF_", "XDG_", "AIP_", "HUGGING", "QWEN", "SMOLLM2")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
@@ -32,10 +35,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("LOOPRUN_KEEP_ALIVE", "0")
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # spinning threads starve each other when engines share two cores
     yield folder
-    left = processes_of(folder)
+    _, left = psutil.wait_procs(processes_of(folder), timeout=15)  # a server ends a moment after its last user
     for process in left:
         process.kill()
-    psutil.wait_procs(left, timeout=10)
     assert not left, f"the test left processes behind: {left}"
 
 
@@ -83,6 +85,8 @@ def profile(home: Path, tiny_gguf: Callable[[str], Path]) -> Callable[..., str]:
             "ctx": 4096,
             "cache_ram_mib": 384,
             "served_id": f"{name}-gguf",
+            "port": free_port(),
+            "engine_flags": ["-t", "1", "-tb", "1"],  # two engines with two threads each starve each other here
             **({"spec_type": "draft-mtp"} if "mtp" in name else {}),
             **changed,
         }

@@ -72,9 +72,7 @@ def value(item: Any) -> bytes:
     return struct.pack(f"<IIQ{len(item)}{code}", 9, kind, len(item), *item)
 
 
-def gguf(
-    values: Mapping[str, Any], tensors: Sequence[Tensor] = (), version: int = 3, align: int = 32
-) -> bytes:
+def gguf(values: Mapping[str, Any], tensors: Sequence[Tensor] = (), version: int = 3, align: int = 32) -> bytes:
     """A whole file: the header and zeros for the weights."""
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(values))
     head += b"".join(text(key) + value(item) for key, item in values.items())
@@ -161,6 +159,14 @@ def test_interval_defaults_to_four_in_this_family(read: Callable[..., GgufHeader
 
     assert read(values).recurrent_layers == 30
     assert read(values | {"qwen35moe.full_attention_interval": 2}).recurrent_layers == 20
+
+
+def test_last_layer_of_an_interval_attends(read: Callable[..., GgufHeader]) -> None:
+    values = QWEN36_35B | {"qwen35moe.block_count": 7, "qwen35moe.nextn_predict_layers": 0}
+    header = read(values | {"qwen35moe.attention.head_count_kv": [1, 2, 3, 4, 5, 6, 7]})
+
+    assert header.kv_heads == (4,)
+    assert header.recurrent_layers == 6
 
 
 def test_recurrent_layers_can_be_listed(read: Callable[..., GgufHeader]) -> None:
@@ -271,10 +277,10 @@ def test_big_vocabulary_is_read_in_a_moment(tmp_path: Path) -> None:
 def test_weights_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "sparse.gguf"
     path.write_bytes(gguf(LLAMA, [("a", [64], F32, 256)]))
-    header = path.read_bytes()[:-256].replace(struct.pack("<Q", 64), struct.pack("<Q", 3 << 30), 1)
+    header = path.read_bytes()[:-256].replace(struct.pack("<Q", 64), struct.pack("<Q", 16 << 20), 1)
     with path.open("wb") as file:
         file.write(header)
-        file.truncate(len(header) + (12 << 30))
+        file.truncate(len(header) + 64 * MIB)
     read_bytes = 0
     plain_open = Path.open
 
@@ -301,7 +307,7 @@ def test_weights_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Path, "open", counting)
 
-    assert read_header(path).tensor_bytes == 12 << 30
+    assert read_header(path).tensor_bytes == 64 * MIB
     assert 0 < read_bytes <= 4 * MIB
 
 
@@ -409,10 +415,22 @@ def test_header_cut_anywhere_is_told(read: Callable[..., GgufHeader]) -> None:
             read(header[:length])
 
 
-@pytest.mark.parametrize("count", [1 << 16, 1 << 31, (1 << 64) - 1])
-@pytest.mark.parametrize("where", ["tensors", "values", "key", "texts", "numbers", "text"])
-def test_absurd_counts_are_refused_at_once(read: Callable[..., GgufHeader], where: str, count: int) -> None:
-    """In a file with room to walk in, so that a loop or an allocation would show."""
+@pytest.mark.parametrize("count", [1 << 31, (1 << 64) - 1])
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("tensors", "it claims .* tensors"),
+        ("values", "and .* values"),
+        ("key", "a name of"),
+        ("texts", "a list of .* texts"),
+        ("numbers", "runs past the end"),
+        ("text", "runs past the end"),
+    ],
+)
+def test_absurd_counts_are_refused_and_not_walked(
+    read: Callable[..., GgufHeader], where: str, says: str, count: int
+) -> None:
+    """The reason shows that the count itself was refused: in a large file a loop would go on for minutes."""
     start = b"GGUF" + struct.pack("<I", 3)
     packed = struct.pack("<Q", count)
     one = start + struct.pack("<QQ", 0, 1)
@@ -425,10 +443,8 @@ def test_absurd_counts_are_refused_at_once(read: Callable[..., GgufHeader], wher
         "text": one + text("general.name") + struct.pack("<I", 8) + packed,
     }[where]
 
-    begun = time.perf_counter()
-    with pytest.raises(WeightsBad):
+    with pytest.raises(WeightsBad, match=says):
         read(content + bytes(1000))
-    assert time.perf_counter() - begun < 2
 
 
 def test_any_garbage_ends_in_a_header_or_in_weights_bad(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from looprun_models.errors import BadSetting, NotOurServer, ServerUnavailable
@@ -52,10 +52,10 @@ class ExternalRuntime:
         try:
             served = self._served()
         except ServerUnavailable as error:
-            return RuntimeStatus(
-                self.id, None, None, ServerStatus(False, self.base_url, note=error.message, fix=error.hint)
-            )
-        return RuntimeStatus(self.id, None, None, ServerStatus(True, self.base_url, ", ".join(served)))
+            return self._status(ServerStatus(False, self.base_url, note=error.message, fix=error.hint))
+        lacks = self._lacks(spec, served)
+        note, fix = (lacks.message, lacks.hint) if lacks else ("", "")
+        return self._status(ServerStatus(True, self.base_url, ", ".join(served), note=note, fix=fix))
 
     def ensure_model(
         self, spec: LocalModelSpec, *, download: bool = False, on_progress: OnProgress | None = None
@@ -72,55 +72,80 @@ class ExternalRuntime:
         on_progress: OnProgress | None = None,
     ) -> ExternalHandle:
         """Raises ServerUnavailable when it does not answer, NotOurServer when it serves other models."""
-        wanted = self.model or spec.served_id
-        served = self._served()
-        if wanted not in served:
-            raise NotOurServer(
-                f"{self.base_url} serves {', '.join(served) or 'no model'}, not {wanted}.",
-                hint="set LOOPRUN_EXTERNAL_MODEL to one of them",
-            )
-        return ExternalHandle(self.base_url, self.api_key, wanted)
+        lacks = self._lacks(spec, self._served())
+        if lacks:
+            raise lacks
+        return ExternalHandle(self.base_url, self.api_key, self._wanted(spec))
+
+    def _wanted(self, spec: LocalModelSpec) -> str:
+        return self.model or spec.served_id
+
+    def _lacks(self, spec: LocalModelSpec, served: list[str]) -> NotOurServer | None:
+        if self._wanted(spec) in served:
+            return None
+        return NotOurServer(
+            f"{self.base_url} serves {', '.join(served) or 'no model'}, not {self._wanted(spec)}.",
+            hint="set LOOPRUN_EXTERNAL_MODEL to one of them" if served else "load a model there",
+        )
+
+    def _status(self, server: ServerStatus) -> RuntimeStatus:
+        return RuntimeStatus(self.id, binary=None, model_file=None, server=server)
 
     def _served(self) -> list[str]:
+        """What it lists. Raises ServerUnavailable."""
         import openai
 
-        from looprun_models.client import http_client
+        from looprun_models.client import http_library, http_options
 
-        local = urlsplit(self.base_url).hostname in ("127.0.0.1", "::1")
-        with (
-            http_client(trust_env=not local) as http,
-            openai.OpenAI(
-                base_url=self.base_url,
-                api_key=self.api_key or "none",
-                max_retries=0,
-                timeout=ANSWER_TIMEOUT,
-                http_client=http,
-            ) as client,
-        ):
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        options = {**http_options(self.base_url), "timeout": ANSWER_TIMEOUT}
+        with openai.DefaultHttpxClient(**options) as http:
             try:
-                return [model.id for model in client.models.list().data]
-            except openai.APIStatusError as error:
-                why, hint = f"it answered {error.status_code}: {error.message}", "check LOOPRUN_EXTERNAL_KEY"
-            except (openai.APIError, ValueError) as error:
-                why, hint = str(error), "check LOOPRUN_EXTERNAL_URL, and that the server runs"
-        raise ServerUnavailable(f"the external server at {self.base_url} cannot be used: {why}", hint=hint)
+                answer = http.get(f"{self.base_url}/models", headers=headers)
+                if answer.status_code == 200:
+                    return _listed(answer.json())
+            except (http_library.HTTPError, http_library.InvalidURL, OSError, ValueError) as error:
+                why, hint = str(error) or type(error).__name__, "check LOOPRUN_EXTERNAL_URL, and that the server runs"
+            else:
+                why, hint = f"it answered {answer.status_code}", _HINTS.get(answer.status_code, _HINTS[404])
+        raise ServerUnavailable(f"the external server at {self.base_url} cannot be used: {why}.", hint=hint)
+
+
+_HINTS = {
+    401: "check LOOPRUN_EXTERNAL_KEY",
+    403: "check LOOPRUN_EXTERNAL_KEY",
+    404: "check LOOPRUN_EXTERNAL_URL: it takes the address that ends before /models and /chat/completions",
+    503: "wait until it has loaded its model",
+}
+
+
+def _listed(answer: Any) -> list[str]:
+    """The names in an answer to /v1/models, with llama-server's second names. Raises ValueError for anything else."""
+    try:
+        models = answer["data"] or []
+        return [str(name) for model in models for name in (model["id"], *model.get("aliases", ()))]
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError("it does not list models as an OpenAI-compatible server does") from None
 
 
 def normalise_url(text: str) -> str:
-    """An address as people write it, as one that can be dialled: scheme, host, port, and /v1 at the end.
+    """An address as people write it, as one that can be dialled: scheme, host, port, and a path, /v1 by default.
 
     >>> [normalise_url(t) for t in ("0.0.0.0:8080", ":8080", "http://h:1/", "https://h/v1/")]
     ['http://127.0.0.1:8080/v1', 'http://127.0.0.1:8080/v1', 'http://h:1/v1', 'https://h/v1']
     """
     name = "LOOPRUN_EXTERNAL_URL"
     accepted = "the address of a server, such as http://127.0.0.1:8080/v1"
+    text = text.strip()
     if not text:
         raise BadSetting(name, text, accepted, hint=f"set {name}, or pass base_url")
     try:
-        parts = urlsplit(text if re.match(r"https?://", text) else f"http://{text}")
+        parts = urlsplit(text if re.match(r"\w+://", text) else f"http://{text}")
         host, port = parts.hostname or "127.0.0.1", parts.port
     except ValueError:
         raise BadSetting(name, text, accepted) from None
+    if parts.scheme not in ("http", "https") or port == 0 or parts.username or parts.query or re.search(r"\s", text):
+        raise BadSetting(name, text, accepted)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(host, host)  # noqa: S104
     host = f"[{host}]" if ":" in host else host
     path = parts.path.rstrip("/") or "/v1"
