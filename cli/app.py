@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -9,11 +11,13 @@ import typer.core
 
 from looprun_models.errors import LooprunError
 
-from . import models, serving
+from . import models, serving, status
 from .init import init
 from .output import note, say
 
 INTERRUPTED = 130
+TAIL_LINES = 10
+WIDTH = {"max_content_width": 110}
 
 TIERS = """\b
 Tiers (looprun models list has all profiles):
@@ -39,13 +43,24 @@ class Group(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except LooprunError as error:
-            note(f"error: {error}")
+            _explain(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            note("interrupted")
+            note("\ninterrupted" if sys.stderr.isatty() else "interrupted")  # after the ^C that a terminal shows
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
+        except BrokenPipeError:  # `looprun ... | head`: the reader has enough, and exit must not try again to write
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
+
+
+def _explain(error: LooprunError) -> None:
+    """The cause, the end of the engine's log where there is one, and what to do next."""
+    lines = [f"error: {error.message}"]
+    if log := getattr(error, "log", None):
+        lines += [*(f"  | {line}" for line in getattr(error, "tail", ())[-TAIL_LINES:]), f"  log:  {log}"]
+    if error.hint:
+        lines.append(f"  next: {error.hint}")
+    note("\n".join(lines))
 
 
 app = typer.Typer(
@@ -54,15 +69,18 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={"help_option_names": ["-h", "--help"], **WIDTH},
 )
 models_app = typer.Typer(
-    help="Profiles, their weights, and their servers.", rich_markup_mode=None, no_args_is_help=True
+    help="Profiles, their weights, and their servers.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    context_settings=WIDTH,
 )
 app.add_typer(models_app, name="models")
 app.command()(init)
 models_app.command("list")(models.list_profiles)
-models_app.command()(models.status)
+models_app.command()(status.status)
 models_app.command()(models.show)
 models_app.command()(models.pull)
 models_app.command()(serving.serve)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from looprun_models.progress import OnProgress, Progress
 
 QUIET_INTERVAL = 10.0
 """Seconds between progress lines when nobody watches a terminal."""
+LEAST_WRAP = 30
+"""A last column narrower than this goes on a line of its own."""
 
 
 def say(text: str = "") -> None:
@@ -33,10 +37,21 @@ def say_json(value: Any) -> None:
 
 
 def table(rows: Sequence[Sequence[str]]) -> None:
-    """Rows in columns, the first row being the head."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    """Rows in columns, the first row being the head. On a terminal the last column wraps instead of the line."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    indent = sum(widths) + 2 * len(widths)
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        *cells, last = row
+        line = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths, strict=True))
+        if indent + len(last) <= room:
+            say((line + last).rstrip())
+        elif room - indent >= LEAST_WRAP:
+            wrapped = textwrap.wrap(last, room - indent, break_on_hyphens=False)
+            say(line + f"\n{' ' * indent}".join(wrapped))
+        else:
+            say(line.rstrip())
+            say(textwrap.fill(last, room, initial_indent="    ", subsequent_indent="    "))
 
 
 def size(count: float) -> str:
@@ -51,21 +66,42 @@ def agree(question: str, *, yes: bool) -> bool:
     """Consent: `--yes`, or a terminal and the answer y or yes. No terminal and no `--yes` means no."""
     if yes:
         return True
-    if not sys.stdin.isatty():
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):  # a question that nobody sees would hang
         note(f"{question} No terminal to ask on: taken as no. Say --yes to agree.")
         return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
+def watched() -> bool:
+    """Whether standard error is a terminal that can move its cursor."""
+    if not sys.stderr.isatty():
+        return False
+    from rich.console import Console
+
+    return not Console(stderr=True).is_dumb_terminal
+
+
 @contextlib.contextmanager
 def progress_shown() -> Iterator[OnProgress]:
-    """A bar on a terminal; otherwise a line every ten seconds. Both on stderr."""
-    if sys.stderr.isatty():
+    """A bar on a terminal; otherwise a line at once and then every ten seconds. Both on stderr."""
+    if watched():
         with _bar() as show:
             yield show
     else:
         yield _line_every(QUIET_INTERVAL)
+
+
+@contextlib.contextmanager
+def live_line() -> Iterator[Callable[[str], None]]:
+    """One line that changes in place; nothing at all where that cannot be."""
+    if not watched():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as line:
+        yield lambda text: line.update(text)
 
 
 @contextlib.contextmanager
@@ -93,12 +129,12 @@ def _bar() -> Iterator[OnProgress]:
 
 
 def _line_every(interval: float) -> OnProgress:
-    last = time.monotonic()
+    due = time.monotonic()
 
     def show(progress: Progress) -> None:
-        nonlocal last
-        if time.monotonic() - last >= interval:
-            last = time.monotonic()
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + interval
             share = f" ({100 * progress.done // progress.total} %)" if progress.total else ""
             note(f"{progress.phase}: {size(progress.done)} of {size(progress.total)}{share}")
 

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import openai
-import openai.resources.chat  # imported now: the first `.chat` would otherwise pay for it
+from openai.resources.chat import Chat as _Chat  # noqa: F401 (loaded now: the first `.chat` would otherwise pay for it)
 
 from looprun_models.errors import ContextOverflow, ServerUnavailable, UsageError
 from looprun_models.launch import Options
@@ -39,6 +39,7 @@ REASON_TIMEOUT = 3.0
 
 # openai 2 lets these out of a stream, openai 3 wraps them; each has its own HTTP library, which this finds.
 http_library: Any = importlib.import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0])
+openai.DefaultHttpxClient(trust_env=False, verify=False).close()  # loads its transport now, for the same reason
 
 
 class ContextOverflowError(ContextOverflow, openai.BadRequestError):

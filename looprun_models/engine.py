@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from looprun_models import system
 from looprun_models.errors import EngineMissing
 from looprun_models.settings import Settings
-from looprun_models.wire import system
 
 FLOOR = 9780
 """The first build with every part of the recipe (draft-mtp, context checkpoints)."""

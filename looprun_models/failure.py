@@ -10,8 +10,9 @@ import re
 import sys
 from pathlib import Path
 
+from looprun_models import system
 from looprun_models.errors import EngineDied, LooprunError, PortInUse
-from looprun_models.wire import Record, system
+from looprun_models.wire import Record
 
 TAIL_LINES = 20
 TAIL_BYTES = 1 << 16

@@ -21,8 +21,7 @@ from looprun_models.fit import Fit, Sizing, fit_plan, gib
 from looprun_models.gguf import GgufHeader
 from looprun_models.machine import Machine
 from looprun_models.registry import LocalModelSpec
-from looprun_models.settings import KV_TYPES, Settings
-from looprun_models.wire import LOOPBACK, Record
+from looprun_models.settings import KV_TYPES, LOOPBACK, Settings
 
 OVERRIDES = {
     "-c": "ctx",
@@ -314,21 +313,21 @@ def plan_launch(
     )
 
 
-def check_memory(plan: LaunchPlan, others: Iterable[Record], *, smaller: str = "") -> None:
-    """Raises NotEnoughMemory when the plan does not fit, naming our servers that hold memory and what would mend it."""
+def check_memory(plan: LaunchPlan, running: Iterable[str] = (), *, smaller: str = "") -> None:
+    """Raises NotEnoughMemory when the plan does not fit, with what would mend it.
+
+    running: servers of ours that hold memory, one line each. smaller: the alias of the next smaller tier.
+    """
     fit = plan.fit
     if fit is None or fit.verdict != "does not fit":
         return
-    running = "".join(
-        f"\n  {other.alias} (pid {other.child_pid}) is running: looprun models stop {other.alias}" for other in others
-    )
     steps = [f"a smaller tier: looprun models serve {smaller}"] if smaller else []
     if plan.ctx > 8192:
         steps.append("a shorter context: LLAMA_CTX=8192")
     steps.append("or start it all the same: --force")
     raise NotEnoughMemory(
         f"{plan.spec.alias} does not fit: it takes {gib(fit.total)} and {gib(fit.available)} are available.\n"
-        f"  {fit.arithmetic()}{running}",
+        f"  {fit.arithmetic()}" + "".join(f"\n  {line}" for line in running),
         hint="; ".join(steps),
     )
 

@@ -186,7 +186,8 @@ class LlamaCppRuntime:
         def plan(port: int, others: list[Record]) -> LaunchPlan:
             made = self._plan(spec, engine, request, slots, port)
             if not options.force:
-                check_memory(made, others, smaller=_smaller_tier(spec, settings))
+                running = [f"{r.alias} (pid {r.child_pid}) runs: looprun models stop {r.alias}" for r in others]
+                check_memory(made, running, smaller=_smaller_tier(spec, settings))
             return made
 
         asked = options.port or settings.port

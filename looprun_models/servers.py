@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from looprun_models import system
 from looprun_models.errors import (
     EngineDied,
     LooprunError,
@@ -34,7 +35,7 @@ from looprun_models.failure import explain, log_tail
 from looprun_models.launch import LaunchPlan
 from looprun_models.progress import OnProgress, Progress
 from looprun_models.settings import Settings, private_dir
-from looprun_models.wire import LOOPBACK, Channel, Record, dial_host, identify, proves, stop_process, system
+from looprun_models.wire import LOOPBACK, Channel, Record, dial_host, identify, proves, stop_process
 
 START_TIMEOUT = 240.0
 """Seconds to wait for a model: 17 GB from a slow disk take minutes, and a dead engine ends the wait anyway."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -16,7 +15,13 @@ import subprocess
 import sys
 import time
 
-from looprun_models.wire import LOOPBACK, Channel, Record, identify, proves, stop_process, system
+# Before http.client and secrets are imported: both would load OpenSSL, which this program has no use for, 5 MB of it.
+sys.modules["ssl"] = sys.modules["_hashlib"] = None  # type: ignore[assignment]
+
+import secrets  # noqa: E402
+
+from looprun_models import system  # noqa: E402
+from looprun_models.wire import LOOPBACK, Channel, Record, identify, proves, stop_process  # noqa: E402
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

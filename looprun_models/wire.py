@@ -19,17 +19,14 @@ import os
 import socket
 import time
 
+from looprun_models import system
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-if os.name == "nt":
-    from looprun_models import _windows as system
-else:
-    from looprun_models import _posix as system  # type: ignore[no-redef,unused-ignore]
-
-__all__ = ["Channel", "Identity", "Record", "dial_host", "get_json", "identify", "stop_process", "system"]
+__all__ = ["Channel", "Identity", "Record", "dial_host", "get_json", "identify", "proves", "stop_process"]
 
 LOOPBACK = "127.0.0.1"
 STOP_GRACE = 3.0

@@ -163,7 +163,12 @@ def interleaved(commands: Mapping[str, list[str]], environ: Mapping[str, str]) -
         for name, command in commands.items():
             started = time.perf_counter()
             subprocess.run(
-                command, env=environ, cwd=environ["HOME"], check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+                command,
+                env=environ,
+                cwd=environ["HOME"],
+                check=True,
+                stdout=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
             )
             if number:
                 took[name].append(time.perf_counter() - started)

@@ -24,7 +24,7 @@ What you know about the library:
   bring a passport or an identity card to the desk on the ground floor; children under fourteen need a parent with them.
 - Up to ten items may be borrowed at once. Books stay for four weeks, magazines and films for one week, games for two.
 - A loan can be renewed twice, at the desk, by telephone or on the website, unless another visitor has reserved it.
-- Who returns an item late pays twenty cents for each day and item, at most five euros for each item. Children pay nothing.
+- Who returns an item late pays twenty cents for each day, at most five euros for each item. Children pay nothing.
 - A lost or damaged item is replaced by its borrower with the same or a similar one; the desk helps to choose it.
 - Reserving an item is free. A message is sent when it is ready, and it is kept at the desk for seven days.
 
@@ -32,7 +32,7 @@ What is where:
 - Ground floor: the desk, newspapers and magazines, new books, children's books, the returns box beside the door.
 - First floor: novels, science, history, languages, travel, the music room, six computers and the reading room.
 - The music room has a piano. It can be booked for one hour a day, and only with headphones after six in the evening.
-- The computers may be used for one hour, or longer when nobody waits. Printing costs ten cents a page, in colour thirty.
+- The computers may be used for one hour, or longer when nobody waits. Printing costs ten cents a page.
 - The reading room is quiet: no telephones, no food. Water in a closed bottle is allowed. The garden is for eating.
 - There is a lift beside the stairs, and the toilets on both floors can be reached with a wheelchair.
 
@@ -67,7 +67,7 @@ def main() -> int:
     started = time.monotonic()
     with local_model("smoke", keep_alive=0) as model:
         note_used(model, Path(os.environ["LOOPRUN_STATE_DIR"]).parent / "used.json")
-        print(f"{model.model} is ready at {model.base_url} after {time.monotonic() - started:.1f} s")
+        print(f"{model.model} is ready at {model.server.base_url} after {time.monotonic() - started:.1f} s")
         answers = [ask(model, question) for question in QUESTIONS]
     print("\n      first word  prompt tokens  of these reused  speed")
     for name, answer in zip(("cold", "warm"), answers, strict=True):
@@ -105,7 +105,7 @@ def note_used(model: LocalModel, path: Path) -> None:
 
 
 def report_left_behind(demo: Path) -> int:
-    """Whether a recorded process lives, one runs from the demo's folder, or the port is taken; waits up to ten seconds."""
+    """Say what still runs or holds the port, after up to ten seconds; 0 when it is nothing."""
     try:
         used = json.loads((demo / "used.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

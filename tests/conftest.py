@@ -15,6 +15,7 @@ REPO = Path(__file__).parent.parent
 sys.path.insert(0, str(REPO / "scripts"))
 
 import make_tiny_gguf  # noqa: E402  (a script, not a package)
+
 from tests.helpers import free_port  # noqa: E402
 
 SCRIPT = Path(make_tiny_gguf.__file__)

@@ -323,9 +323,11 @@ def test_a_cancelled_start_leaves_no_server(own: Callable[..., str], gated_engin
         loading = asyncio.Event()
         loop = asyncio.get_running_loop()
 
+        def on_progress(_: Progress) -> None:
+            loop.call_soon_threadsafe(loading.set)
+
         async def use() -> None:
-            start = async_local_model(alias, on_progress=lambda _: loop.call_soon_threadsafe(loading.set) and None)
-            async with start:
+            async with async_local_model(alias, on_progress=on_progress):
                 pytest.fail("the gate was never opened")
 
         task = asyncio.create_task(use())

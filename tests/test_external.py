@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import openai
 import pytest
 
-from looprun_models import local_model, local_model_status
+from looprun_models import local_model
 from looprun_models.errors import BadSetting, LooprunError, NotOurServer, ServerUnavailable
 from looprun_models.registry import LocalModelSpec, resolve_alias
 from looprun_models.runtime import load_runtime
@@ -79,7 +79,7 @@ def test_an_address_is_taken_as_people_write_it(written: str, dialled: str) -> N
     ["", "  ", "http://h:port", "h:70000", "h:0", "::1", "ftp://h/v1", "http://u:p@h", "http://h?x=1", "my server"],
 )
 def test_what_is_no_address_is_refused(written: str) -> None:
-    with pytest.raises(BadSetting, match="LOOPRUN_EXTERNAL_URL=.*cannot be used: it takes the address") as caught:
+    with pytest.raises(BadSetting, match=r"LOOPRUN_EXTERNAL_URL=.*cannot be used: it takes the address") as caught:
         ExternalRuntime(written)
     assert "LOOPRUN_EXTERNAL_URL" in caught.value.hint
 
@@ -174,13 +174,13 @@ def test_a_server_that_is_down_is_said_to_be(spec: LocalModelSpec) -> None:
 @pytest.mark.parametrize(
     ("reply", "why", "hint"),
     [
-        (Reply("<html>welcome</html>", content_type="text/html"), "cannot be used", "LOOPRUN_EXTERNAL_URL"),
+        (Reply("<html>welcome</html>", content_type="text/html"), "does not list models", "LOOPRUN_EXTERNAL_URL"),
         (Reply(["a", "b"]), "does not list models", "LOOPRUN_EXTERNAL_URL"),
         (Reply({"data": [{"name": "x"}]}), "does not list models", "LOOPRUN_EXTERNAL_URL"),
         (Reply({"object": "list", "data": None}), "serves no model, not theirs", "load a model"),
         (Reply({"error": "x"}, 404), "it answered 404", "LOOPRUN_EXTERNAL_URL"),
         (Reply({"error": {"message": "Loading model"}}, 503), "it answered 503", "wait"),
-        (Reply(None), "cannot be used", "LOOPRUN_EXTERNAL_URL"),
+        (Reply(None), "disconnected", "LOOPRUN_EXTERNAL_URL"),
     ],
 )
 def test_whatever_answers_there_the_error_says_what_to_check(
@@ -210,9 +210,8 @@ def test_on_this_machine_no_proxy_is_asked(
 def test_elsewhere_the_users_proxy_is_asked(spec: LocalModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     with LoopbackServer(somebody) as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
-        status = ExternalRuntime("http://llm.invalid:8080", api_key=KEY).status(spec)
-        assert "401" in status.server.note or proxy.asked[0].path == "http://llm.invalid:8080/v1/models"
-        assert proxy.connections == 1
+        ExternalRuntime("http://llm.invalid:8080", api_key=KEY).status(spec)
+        assert proxy.paths("GET") == ["http://llm.invalid:8080/v1/models"]
 
 
 def test_the_command_shows_it(server: LoopbackServer, spec: LocalModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

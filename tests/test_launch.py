@@ -30,7 +30,6 @@ from looprun_models.launch import LaunchPlan, Options, Request, SlotFolder, chec
 from looprun_models.machine import Machine
 from looprun_models.registry import LocalModelSpec, resolve_alias
 from looprun_models.settings import load_settings
-from looprun_models.wire import Record
 from tests.fake_engine import help_page
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
@@ -561,8 +560,7 @@ class TestFit:
 
     def test_what_does_not_fit_names_the_way_out_and_who_holds_memory(self) -> None:
         made = plan("ram16", on=machine(12 * GB))
-        values: dict[str, Any] = {name: 0 for name in Record.__annotations__}
-        other = Record(**{**values, "alias": "smollm2-135m", "child_pid": 4711})
+        other = "smollm2-135m (pid 4711) runs: looprun models stop smollm2-135m"
         with pytest.raises(NotEnoughMemory) as raised:
             check_memory(made, [other], smaller="qwen3.5-4b-ram8")
         assert made.fit is not None
@@ -571,7 +569,7 @@ class TestFit:
             f"qwen3.6-35b-ram16 does not fit: it takes {made.fit.total / GIB:.2f} GiB and 11.18 GiB are available."
         )
         assert lines[1] == f"  {made.fit.arithmetic()}"
-        assert lines[2] == "  smollm2-135m (pid 4711) is running: looprun models stop smollm2-135m"
+        assert lines[2] == f"  {other}"
         assert lines[3] == (
             "  next: a smaller tier: looprun models serve qwen3.5-4b-ram8; a shorter context: LLAMA_CTX=8192; "
             "or start it all the same: --force"

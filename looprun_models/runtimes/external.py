@@ -103,7 +103,7 @@ class ExternalRuntime:
             try:
                 answer = http.get(f"{self.base_url}/models", headers=headers)
                 if answer.status_code == 200:
-                    return _listed(answer.json())
+                    return _listed(answer)
             except (http_library.HTTPError, http_library.InvalidURL, OSError, ValueError) as error:
                 why, hint = str(error) or type(error).__name__, "check LOOPRUN_EXTERNAL_URL, and that the server runs"
             else:
@@ -122,9 +122,9 @@ _HINTS = {
 def _listed(answer: Any) -> list[str]:
     """The names in an answer to /v1/models, with llama-server's second names. Raises ValueError for anything else."""
     try:
-        models = answer["data"] or []
+        models = answer.json()["data"] or []
         return [str(name) for model in models for name in (model["id"], *model.get("aliases", ()))]
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError("it does not list models as an OpenAI-compatible server does") from None
 
 
