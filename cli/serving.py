@@ -81,6 +81,8 @@ def _say_how_to_use(spec: LocalModelSpec, lease: Lease) -> None:
     record = lease.record
     again = "already running" if lease.already_running else "ready"
     note(f"{again}: {spec.alias} (pid {record.child_pid}), {record.summary}")
+    for text in record.notes:
+        note(f"note: {text}")
     say(lease.base_url)
     key = f"  -H 'Authorization: Bearer {lease.api_key}' \\\n" if lease.api_key else ""
     note(

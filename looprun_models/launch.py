@@ -173,6 +173,7 @@ class LaunchPlan:
             "engine_identity": self.engine.identity,
             "build": self.engine.build,
             "summary": summarise(self),
+            "notes": list(self.notes),
         }
 
 

@@ -53,6 +53,7 @@ class Record:
     engine_identity: str
     build: int | None
     summary: str
+    notes: list[str]
     log: str
     started: float
     lease_port: int
