@@ -17,7 +17,6 @@ from .output import note, say
 
 INTERRUPTED = 130
 TAIL_LINES = 10
-WIDTH = {"max_content_width": 110}
 
 TIERS = """\b
 Tiers (looprun models list has all profiles):
@@ -69,13 +68,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"], **WIDTH},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 models_app = typer.Typer(
-    help="Profiles, their weights, and their servers.",
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    context_settings=WIDTH,
+    help="Profiles, their weights, and their servers.", rich_markup_mode=None, no_args_is_help=True
 )
 app.add_typer(models_app, name="models")
 app.command()(init)

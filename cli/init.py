@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from looprun_models.engine import INSTALL_HINT, Engine, search_engines
+from looprun_models.engine import Engine, devices, search_engines
 from looprun_models.errors import Declined
 from looprun_models.machine import Machine, disk_free, inspect_machine, recommend
 from looprun_models.registry import LocalModelSpec, load_profiles, resolve_alias
+from looprun_models.runtime import binary_status
 from looprun_models.settings import Settings, load_settings
 from looprun_models.weights import MISSING, OK, inspect_weights
 
@@ -20,10 +21,15 @@ from .output import note, say, size
 
 
 def init(
-    local: Annotated[str | None, typer.Option("--local", metavar="ALIAS", help="Choose this profile.")] = None,
+    local: Annotated[
+        str | None, typer.Option("--local", metavar="ALIAS", help="Choose this profile instead of the recommended one.")
+    ] = None,
     yes: Yes = False,
 ) -> None:
-    """Look at this machine, choose a profile, and say what is missing. Fetches only after asking."""
+    """Look at this machine, choose a profile, and say what is missing.
+
+    Fetches the profile's weights only after asking.
+    """
     settings = load_settings()
     chosen = resolve_alias(local, settings) if local else None
     machine = inspect_machine()
@@ -36,22 +42,29 @@ def init(
         say("\nnext: looprun init --local smoke   (a model of 98 MB, to see that everything works)")
         return
     if chosen:
-        say(f"chosen   {spec.alias}: {spec.note}")
+        say(f"chosen   {spec.alias}: {spec.note}{_too_large(spec, machine)}")
     have_weights = _say_weights(settings, spec)
     _write_choice(settings, spec)
-    if not have_weights and engine:
-        try:
-            fetch_weights(spec, settings, yes=yes)
-            have_weights = True
-        except Declined as declined:
-            note(declined.message)
     if engine is None:
-        following = INSTALL_HINT
-    elif not have_weights:
-        following = f"looprun models pull {spec.alias}"
-    else:
-        following = f"looprun models serve {spec.alias}"
-    say(f"\nnext: {following}")
+        say(f"\nnext: {binary_status(settings).fix}\n      and then looprun init --local {spec.alias}")
+        return
+    have_weights = have_weights or _fetch(spec, settings, yes)
+    say(f"\nnext: looprun models {'serve' if have_weights else 'pull'} {spec.alias}")
+
+
+def _fetch(spec: LocalModelSpec, settings: Settings, yes: bool) -> bool:
+    """Whether the weights are here now; "no" is an answer like any other."""
+    try:
+        fetch_weights(spec, settings, yes=yes)
+    except Declined as declined:
+        note(declined.message)
+        return False
+    return True
+
+
+def _too_large(spec: LocalModelSpec, machine: Machine) -> str:
+    fits = not spec.tier or recommend([spec], machine)[0]
+    return "" if fits else f" (meant for {spec.min_ram_gb:g} GB: more than this machine has)"
 
 
 def _say_machine(machine: Machine, settings: Settings) -> None:
@@ -64,8 +77,6 @@ def _say_machine(machine: Machine, settings: Settings) -> None:
 
 def _say_engines(settings: Settings) -> Engine | None:
     """Every candidate up to the one that is used, each with its reason."""
-    from looprun_models.engine import devices
-
     for verdict in search_engines(settings):
         if not isinstance(verdict, Engine):
             say(f"engine   skipped {verdict}")

@@ -3,53 +3,56 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
+import json
+import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from looprun_models.errors import ServerInUse, StartFailed, UsageError
+from looprun_models.errors import LooprunError, ServerInUse, ServerStopped, UsageError
 from looprun_models.launch import Options
-from looprun_models.registry import LocalModelSpec, resolve_alias
+from looprun_models.registry import LocalModelSpec, load_profiles, resolve_alias
 from looprun_models.runtime import LlamaCppRuntime, load_runtime
 from looprun_models.servers import Lease, list_servers, newest_log, server_status, stop_server
-from looprun_models.settings import load_settings
+from looprun_models.settings import DEFAULT_KEEP_ALIVE, Settings, load_settings
 from looprun_models.wire import LOOPBACK, Record, get_json
 
-from .options import Alias, AsQuoted, Force, Port, RuntimeName, Timeout
-from .output import note, progress_shown, say
+from .options import Alias, AsQuoted, EngineFlags, Force, Port, RuntimeName, Timeout, split_words
+from .output import live_line, note, progress_shown, say
 
 LIVE_EVERY = 2.0
 """Seconds between looks at the slots: more often would keep the engine from noticing that a client has left."""
+LOG_EVERY = 0.2
+HERE = (LOOPBACK, "localhost", "::1")
 
 
 def serve(
     alias: Alias = None,
-    engine_flags: Annotated[
-        list[str] | None, typer.Argument(help="Flags for the engine itself, after --.", metavar="-- FLAGS")
-    ] = None,
+    engine_flags: EngineFlags = None,
     port: Port = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; other than loopback only with --api-key.")
+        str, typer.Option(metavar="ADDRESS", help="Where to listen; other than loopback only with --api-key.")
     ] = LOOPBACK,
-    api_key: Annotated[str | None, typer.Option(help="A key that clients must send, or `auto` to make one.")] = None,
-    keep_alive: Annotated[float | None, typer.Option(min=0, help="Seconds to stay after the last user (0).")] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Return when it is ready; it runs until it is stopped.")
-    ] = False,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="A key that clients must send, or `auto` to make one.")
+    ] = None,
+    keep_alive: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0, help="How long to stay after the last user (0).")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when ready; it runs until it is stopped.")] = False,
     timeout: Timeout = None,
     as_quoted: AsQuoted = False,
     force: Annotated[bool, typer.Option("--force", help="Start even though the memory check says no.")] = False,
 ) -> None:
     """Run the server of a profile until Ctrl-C."""
     settings = load_settings()
+    alias, flags = split_words(alias, engine_flags)
     spec = resolve_alias(alias, settings)
-    if host not in (LOOPBACK, "localhost", "::1") and not api_key:
+    if host not in HERE and not api_key:
         raise UsageError(
             f"--host {host} would open the model to everybody who can reach this machine.",
             hint=f"looprun models serve {spec.alias} --host {host} --api-key auto",
@@ -58,54 +61,70 @@ def serve(
         port=port,
         host=LOOPBACK if host == "localhost" else host,
         api_key=secrets.token_urlsafe(24) if api_key == "auto" else api_key,
-        engine_flags=tuple(engine_flags or ()),
+        engine_flags=flags,
         as_quoted=as_quoted,
         force=force,
     )
-    stays = keep_alive if keep_alive is not None else settings.keep_alive or 0.0
-    runtime = LlamaCppRuntime(
-        settings, options, strict_port=True, keep_alive=None if detach and keep_alive is None else stays
-    )
-    note(f"starting {spec.alias} ...")
+    stays = keep_alive if keep_alive is not None else None if detach else settings.keep_alive or 0.0
+    runtime = LlamaCppRuntime(settings, options, strict_port=True, keep_alive=stays)
     with progress_shown() as show:
         lease = runtime.ensure_server(spec, timeout=timeout, on_progress=show)
-    _say_how_to_use(spec, lease)
-    if detach:
-        note(f"It runs until: looprun models stop {spec.alias}")
-        lease.close()
-        return
-    _watch(lease, spec)
+    with lease:
+        _say_how_to_use(spec, lease, options)
+        if detach:
+            until = "it is stopped" if stays is None else f"{stays:g} s after its last user"
+            note(f"It runs until {until}: looprun models stop {spec.alias}")
+        else:
+            _watch(lease, spec)
 
 
-def _say_how_to_use(spec: LocalModelSpec, lease: Lease) -> None:
+def _say_how_to_use(spec: LocalModelSpec, lease: Lease, options: Options) -> None:
     record = lease.record
     again = "already running" if lease.already_running else "ready"
     note(f"{again}: {spec.alias} (pid {record.child_pid}), {record.summary}")
     for text in record.notes:
         note(f"note: {text}")
     say(lease.base_url)
-    key = f"  -H 'Authorization: Bearer {lease.api_key}' \\\n" if lease.api_key else ""
-    note(
-        f"""
-curl {lease.base_url}/chat/completions -H 'Content-Type: application/json' \\
-{key}  -d '{{"model": "{record.served_id}", "max_tokens": 200, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    if options.host not in HERE:
+        note(f"from other machines and containers: the address of this one instead, port {record.port}")
+    note(f"\n{_curl(spec, lease)}\n\n{_python(spec, lease, options)}\n")
 
-from looprun_models import local_model
+
+def _curl(spec: LocalModelSpec, lease: Lease) -> str:
+    key = f"  -H 'Authorization: Bearer {lease.api_key}' \\\n" if lease.api_key else ""
+    body = {"model": lease.record.served_id, "max_tokens": 200, "messages": [{"role": "user", "content": "Hello"}]}
+    if spec.template_args:  # without these it would spend its tokens on thinking
+        body["chat_template_kwargs"] = dict(spec.template_args)
+    return (
+        f"curl {lease.base_url}/chat/completions -H 'Content-Type: application/json' \\\n{key}  -d '{json.dumps(body)}'"
+    )
+
+
+def _python(spec: LocalModelSpec, lease: Lease, options: Options) -> str:
+    """Through `local_model` where that finds this very server; with flags of its own it would start another."""
+    if not options.engine_flags and not options.as_quoted:
+        return f"""from looprun_models import local_model
 with local_model("{spec.alias}") as model:
     print(model.chat.completions.create(
         model=model.model, messages=[{{"role": "user", "content": "Hello"}}], **model.pinned(max_tokens=200)
-    ).choices[0].message.content)
-"""
-    )
+    ).choices[0].message.content)"""
+    return f"""from openai import OpenAI
+client = OpenAI(base_url="{lease.base_url}", api_key="{lease.api_key or "none"}")
+print(client.chat.completions.create(
+    model="{lease.record.served_id}", messages=[{{"role": "user", "content": "Hello"}}], max_tokens=200
+).choices[0].message.content)"""
 
 
 def _watch(lease: Lease, spec: LocalModelSpec) -> None:
     """Show the state until the server ends or Ctrl-C. The first Ctrl-C spares other users, the second does not."""
     force = False
-    with lease, _live_line() as show:
+    with live_line() as show:
         while True:
             try:
                 gone = lease.why_gone(wait=LIVE_EVERY)
+                if isinstance(gone, ServerStopped):
+                    note(gone.message)
+                    return
                 if gone:
                     raise gone
                 show(_state_of(lease.record))
@@ -116,15 +135,19 @@ def _watch(lease: Lease, spec: LocalModelSpec) -> None:
                     force = True
                     note(f"\n{others.message} Ctrl-C again stops it all the same.")
                     continue
-                note(f"\n{spec.alias} is stopped" + (" (it took force)." if forced else "."))
+                note(f"\n{_stopped(lease.record, forced)}")
                 return
+
+
+def _stopped(record: Record, forced: bool) -> str:
+    return f"{record.alias} (pid {record.child_pid}) is stopped" + (" (it took force)." if forced else ".")
 
 
 def _state_of(record: Record) -> str:
     told = server_status(record)
     try:
         _, slots = get_json(record.host, record.port, "/slots", record.api_key, 1.0)
-    except (OSError, http.client.HTTPException):
+    except (OSError, ValueError):
         slots = None
     busy = any(slot.get("is_processing") for slot in slots) if isinstance(slots, list) else None
     users = len(told["leases"]) if told else 0
@@ -132,84 +155,93 @@ def _state_of(record: Record) -> str:
     return f"{record.alias} on port {record.port}: {state}, {users} user{'' if users == 1 else 's'}. Ctrl-C stops it."
 
 
-@contextlib.contextmanager
-def _live_line() -> Iterator[Callable[[str], None]]:
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as line:
-        yield lambda text: line.update(text)
-
-
 def stop(
-    alias: Annotated[str | None, typer.Argument(help="The profile whose server to stop.")] = None,
+    alias: Annotated[str | None, typer.Argument(metavar="ALIAS", help="The profile whose server to stop.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop every server of yours.")] = False,
     force: Force = False,
 ) -> None:
     """Stop a server; returns when it is gone and its port is free."""
     settings = load_settings()
-    if alias is None and not everything:
-        running = ", ".join(record.alias for record in list_servers(settings)) or "none"
-        raise UsageError(f"which server? Running: {running}.", hint="looprun models stop ALIAS, or --all")
-    wanted = None if everything or alias is None else resolve_alias(alias, settings).alias
-    found = [record for record in list_servers(settings) if wanted in (None, record.alias)]
+    running = list_servers(settings)
+    if (alias is None) != everything:
+        names = ", ".join(record.alias for record in running) or "none"
+        raise UsageError(f"which server? Running: {names}.", hint="looprun models stop ALIAS, or --all")
+    wanted = None if alias is None else resolve_alias(alias, settings).alias
+    found = [record for record in running if wanted in (None, record.alias)]
     if not found:
-        note("no such server is running." if wanted else "no server is running.")
-    refused: ServerInUse | None = None
+        note(f"no server of {wanted} is running." if wanted else "no server is running.")
+    refused: list[ServerInUse] = []
     for record in found:
         try:
             forced = stop_server(record, force=force)
         except ServerInUse as in_use:
-            refused = in_use
+            refused.append(in_use)
             continue
         list_servers(settings)  # drops the record of a supervisor that had to be killed
-        note(f"{record.alias} (pid {record.child_pid}) is stopped" + (" (it took force)." if forced else "."))
+        note(_stopped(record, forced))
     if refused:
-        raise refused
+        hint = refused[0].hint if wanted else "looprun models stop --all --force"
+        raise ServerInUse(" ".join(error.message for error in refused), hint=hint)
 
 
 def ask(
-    alias: Annotated[str, typer.Argument(help="A profile, such as smoke.")],
-    question: Annotated[str, typer.Argument(help="What to ask.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 200,
+    alias: Annotated[
+        str, typer.Argument(metavar="[ALIAS]", help="A profile, such as smoke; may be left out, as elsewhere.")
+    ],
+    question: Annotated[str | None, typer.Argument(metavar="QUESTION", help="What to ask.")] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="The longest answer, in tokens.")] = 200,
     timeout: Timeout = None,
     runtime: RuntimeName = None,
 ) -> None:
-    """Ask one question and print the answer: the proof that all of it works."""
+    """Ask one question and print the answer: the proof that it works."""
     from looprun_models.client import local_model
 
+    settings = load_settings()
+    name, text = _alias_and_question(alias, question, settings)
     began = time.monotonic()
     with progress_shown() as show:
-        model = local_model(alias, runtime=runtime and load_runtime(runtime), timeout=timeout, on_progress=show)
+        model = local_model(name, runtime=runtime and load_runtime(runtime), timeout=timeout, on_progress=show)
     with model:
-        sent, first = time.monotonic(), None
+        sent, first, end = time.monotonic(), None, ""
         timings: dict[str, float] = {}
         stream = model.chat.completions.create(
             model=model.model,
-            messages=[{"role": "user", "content": question}],
+            messages=[{"role": "user", "content": text}],
             stream=True,
             **model.pinned(max_tokens=max_tokens),
         )
         for chunk in stream:
             timings = (chunk.model_extra or {}).get("timings") or timings
-            text = chunk.choices[0].delta.content if chunk.choices else None
-            if text:
-                first = first or time.monotonic()
-                sys.stdout.write(text)
-                sys.stdout.flush()
+            for choice in chunk.choices:
+                end = getattr(choice, "finish_reason", None) or end
+                if choice.delta.content:
+                    first = first or time.monotonic()
+                    sys.stdout.write(choice.delta.content)
+                    sys.stdout.flush()
     say()
     ready = f"ready after {sent - began:.1f} s, first token after {(first or time.monotonic()) - sent:.2f} s"
     speed = f", {timings['predicted_per_second']:.0f} tok/s" if timings.get("predicted_per_second") else ""
     reused = f", {timings['cache_n']} prompt tokens reused" if timings.get("cache_n") else ""
-    note(f"[{model.model}: {ready}{speed}{reused}]")
+    cut = ", cut short by --max-tokens" if end == "length" else ""
+    note(f"[{model.model}: {ready}{speed}{reused}{cut}]")
+    stays = DEFAULT_KEEP_ALIVE if settings.keep_alive is None else settings.keep_alive
+    if isinstance(model.server, Lease) and not model.server.already_running and stays:
+        note(f"[it stays loaded for {stays:g} s: looprun models stop {model.spec.alias}]")
+
+
+def _alias_and_question(alias: str, question: str | None, settings: Settings) -> tuple[str | None, str]:
+    """One word alone is the question, for the chosen model."""
+    if question is not None:
+        return alias, question
+    if any(alias in (spec.alias, *spec.short) for spec in load_profiles(settings).values()):
+        raise UsageError(f"what should {alias} be asked?", hint=f'looprun models ask {alias} "Hello?"')
+    return None, alias
 
 
 def logs(
     alias: Alias = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing until Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("-n", min=1, help="How many lines from the end.")] = 50,
+    lines: Annotated[int, typer.Option("-n", metavar="N", min=1, help="How many lines from the end.")] = 50,
 ) -> None:
     """Print the end of the log of a profile's newest server."""
     from looprun_models.failure import log_tail
@@ -218,23 +250,24 @@ def logs(
     spec = resolve_alias(alias, settings)
     path = newest_log(settings, spec.alias)
     if path is None:
-        raise StartFailed(f"{spec.alias} has no log yet.", hint=f"looprun models serve {spec.alias}")
+        raise LooprunError(f"{spec.alias} has no log: it was never started.", hint=f"looprun models serve {spec.alias}")
     note(f"{path}:")
+    end = path.stat().st_size
     for line in log_tail(path, lines):
         say(line)
     if follow:
-        _follow(path)
+        _follow(path, end)
 
 
-def _follow(path: Path) -> None:
-    with path.open(encoding="utf-8", errors="replace") as log:
-        log.seek(0, 2)
-        while True:
-            text = log.read()
-            if text:
-                sys.stdout.write(text)
+def _follow(path: Path, position: int) -> None:
+    """Print what is written from `position` on, through cuts to the log's cap and new files of that name."""
+    while True:
+        with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as log:
+            log.seek(position)
+            while path.exists() and os.path.samestat(os.fstat(log.fileno()), path.stat()):
+                if os.fstat(log.fileno()).st_size < log.tell():
+                    log.seek(0)
+                sys.stdout.write(log.read())
                 sys.stdout.flush()
-            elif path.stat().st_size < log.tell():
-                log.seek(0)  # it was cut to its cap
-            else:
-                time.sleep(0.2)
+                time.sleep(LOG_EVERY)
+        position = 0

@@ -44,13 +44,17 @@ def _arm(parent: int) -> Callable[[], None]:
 
 
 def start_of(pid: int) -> str | None:
-    """What tells this process from a later one with the same pid; None when it has ended (a zombie has)."""
+    """What tells this process from a later one with the same pid; None when it has ended.
+
+    A zombie has ended, unless other threads of it still are: those hold its port and its memory.
+    """
     if LINUX:
         try:
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
                 after_name = stat.read().rpartition(")")[2].split()
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-                return None if after_name[0] in "ZX" else f"{boot.read(8)}:{after_name[19]}"
+                ended = after_name[0] in "ZX" and len(os.listdir(f"/proc/{pid}/task")) <= 1
+                return None if ended else f"{boot.read(8)}:{after_name[19]}"
         except OSError:
             return None
     shown = subprocess.run(

@@ -2,9 +2,9 @@
 
     LooprunError                    exit 1   anything that is not a bug
     ├── UsageError                  exit 2   what was typed or set is wrong
-    │   ├── UnknownAlias, BadSetting, BadProfile, ReservedFlag, UnknownRuntime
+    │   ├── UnknownAlias, BadSetting, BadProfile, BadChoice, ReservedFlag, UnknownRuntime
     ├── StartFailed                 exit 3   the server did not come up, or went down while it was needed
-    │   ├── EngineDied, StartTimeout, NotOurServer
+    │   ├── EngineDied, StartTimeout, NotOurServer, ServerStopped
     ├── Missing                     exit 4   something needed is not there
     │   ├── EngineMissing, EngineTooLittle, WeightsMissing, WeightsBad, NotEnoughMemory, NotEnoughDisk
     ├── PortInUse                   exit 5   the port belongs to someone else
@@ -72,6 +72,14 @@ class BadProfile(UsageError):
         self.path, self.why = path, why
 
 
+class BadChoice(BadProfile):
+    """The file in which `looprun init` writes the chosen alias cannot be read."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        UsageError.__init__(self, f"{path}: {why}", hint="looprun init   (writes the choice anew)")
+        self.path, self.why = path, why
+
+
 class ReservedFlag(UsageError):
     """An engine flag after `--` that the manager itself decides."""
 
@@ -110,6 +118,10 @@ class EngineDied(StartFailed):
 
 class StartTimeout(StartFailed):
     """The engine lives but was not ready in time."""
+
+
+class ServerStopped(StartFailed):
+    """Somebody stopped the server on purpose."""
 
 
 class NotOurServer(StartFailed):

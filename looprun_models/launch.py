@@ -154,7 +154,9 @@ class LaunchPlan:
     @property
     def command_line(self) -> str:
         """Ready to paste; the key, if there is one, travels in LLAMA_API_KEY and is not shown."""
-        return shlex.join(self.argv)
+        loader = [name for name in ("LD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH") if name in self.env]
+        paths = [f"{name}={shlex.quote(self.env[name])} " for name in loader if self.engine.library_path]
+        return "".join(paths) + shlex.join(self.argv)
 
     def record_fields(self) -> dict[str, Any]:
         """What the record of a server of this plan says before it is started."""
@@ -248,6 +250,8 @@ def split_engine_flags(flags: Sequence[str]) -> tuple[dict[str, Any], tuple[str,
 
 def _override(flag: str, name: str, text: str) -> Any:
     hint = f"change or leave out {flag}"
+    if name == "gpu_layers" and text in ("auto", "all"):
+        return text
     if name in _WHOLE_NUMBERS:
         least = _WHOLE_NUMBERS[name]
         if not re.fullmatch(r"\d+", text) or int(text) < least:
@@ -444,7 +448,7 @@ def _recipe(
         origin = f"http://{LOOPBACK}:{port}"
         flags.append(Flag(("--cors-origins", origin), "looprun", "no other web page may use the model"))
     flags += _threads(request, machine)
-    if fit and fit.ncmoe and "-ncmoe" not in request.extra and "--n-cpu-moe" not in request.extra:
+    if fit and fit.ncmoe and engine.has("-ncmoe") and not _places_experts(request):
         reason = "experts of so many layers stay in main memory: the GPU has too little"
         flags.append(Flag(("-ncmoe", str(fit.ncmoe)), "fitted", reason))
     own, given = request.extra[: request.profile_extra], request.extra[request.profile_extra :]
@@ -459,6 +463,10 @@ def _locked_in_ram(engine: Engine) -> Flag:
     if engine.has("--load-mode"):
         return Flag(("--load-mode", "mlock"), "engine dialect", reason)
     return Flag(("--mlock", "--no-mmap"), "engine dialect", reason)
+
+
+def _places_experts(request: Request) -> bool:
+    return bool({"-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe", "-ot"} & set(request.extra))
 
 
 def _threads(request: Request, machine: Machine) -> list[Flag]:
@@ -504,6 +512,6 @@ def _notes(
         yield f"trunk states are not kept over restarts: {slots.why}"
     if fit and fit.ncmoe:
         yield (
-            f"the GPU has {gib(fit.gpu_free)} free of the {gib(fit.gpu_need)} needed: -ncmoe {fit.ncmoe} keeps the "
-            "experts of so many layers in main memory"
+            f"the GPU has {gib(fit.gpu_free)} free of the {gib(fit.gpu_need)} needed; keeping the experts of "
+            f"{fit.ncmoe} layers in main memory makes up for it (-ncmoe {fit.ncmoe})"
         )

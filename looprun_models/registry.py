@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import looprun_models.profiles
-from looprun_models.errors import BadProfile, UnknownAlias
+from looprun_models.errors import BadChoice, BadProfile, UnknownAlias
 from looprun_models.settings import KV_TYPES, Settings, load_settings
 
 DEFAULT_ALIAS = "qwen3.6-35b-ram24"
@@ -104,20 +104,23 @@ def resolve_alias(alias: str | None = None, settings: Settings | None = None) ->
     if wanted in names:
         return names[wanted]
     known = [spec.alias + (f" ({', '.join(spec.short)})" if spec.short else "") for spec in specs.values()]
-    raise UnknownAlias(wanted, known, difflib.get_close_matches(wanted, names, n=2, cutoff=0.5))
+    unknown = UnknownAlias(wanted, known, difflib.get_close_matches(wanted, names, n=2, cutoff=0.5))
+    if alias is None:
+        unknown.hint = f"looprun init   (chooses anew: {settings.choice_file} names it)"
+    raise unknown
 
 
 def chosen_alias(settings: Settings) -> str | None:
-    """The alias that `looprun init` wrote down, if any. Raises BadProfile when the file is not readable TOML."""
+    """The alias that `looprun init` wrote down, if any. Raises BadChoice when the file is not readable TOML."""
     path = settings.choice_file
     try:
         chosen = tomllib.loads(path.read_text(encoding="utf-8")).get("alias")
     except OSError:
         return None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadProfile(path, f"not readable as TOML: {error}") from error
+        raise BadChoice(path, f"not readable as TOML: {error}") from error
     if chosen is not None and not isinstance(chosen, str):
-        raise BadProfile(path, "`alias` must be a text")
+        raise BadChoice(path, "`alias` must be a text")
     return chosen
 
 

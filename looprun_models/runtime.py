@@ -217,10 +217,10 @@ class LlamaCppRuntime:
         """Cheap checks first: nothing here reads a GGUF or starts a program that was seen before."""
         settings = self.settings
         read_request(spec, settings, self.options, engine_identity="", weights_identity="", slot_dir=None)
+        engine = find_engine(settings)
         path, origin = weights_path(spec, settings)
         if need_weights and not path.is_file():
             raise mending_error(spec, inspect_weights(spec, settings))
-        engine = find_engine(settings)
         slots = slot_folder(settings)
         request = read_request(
             spec,

@@ -28,6 +28,7 @@ from looprun_models.errors import (
     NotOurServer,
     PortInUse,
     ServerInUse,
+    ServerStopped,
     StartFailed,
     StartTimeout,
 )
@@ -147,7 +148,7 @@ class Lease:
         if self._state == "died":
             raise explain(self.record, message.get("code"), str(message.get("why", "")))
         if self._state in ("stopped", "stopping"):
-            raise StartFailed(
+            raise ServerStopped(
                 f"{self.record.alias} was stopped by somebody else.", hint=f"looprun models serve {self.record.alias}"
             )
 

@@ -15,13 +15,8 @@ import subprocess
 import sys
 import time
 
-# Before http.client and secrets are imported: both would load OpenSSL, which this program has no use for, 5 MB of it.
-sys.modules["ssl"] = sys.modules["_hashlib"] = None  # type: ignore[assignment]
-
-import secrets  # noqa: E402
-
-from looprun_models import system  # noqa: E402
-from looprun_models.wire import LOOPBACK, Channel, Record, identify, proves, stop_process  # noqa: E402
+from looprun_models import system
+from looprun_models.wire import LOOPBACK, Channel, Record, identify, proves, stop_process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -112,7 +107,7 @@ class Supervisor:
             **job["record"],
             started=time.time(),
             lease_port=self.listener.getsockname()[1],
-            token=secrets.token_hex(16),
+            token=os.urandom(16).hex(),
             supervisor_pid=os.getpid(),
             supervisor_start=system.start_of(os.getpid()),
             child_pid=self.child.pid,
@@ -167,7 +162,7 @@ class Supervisor:
     def _hear(self, lease: Lease) -> None:
         messages, alive = lease.channel.drain()
         for message in messages:
-            if not secrets.compare_digest(str(message.get("token")), self.record.token):
+            if message.get("token") != self.record.token:
                 alive = False
                 break
             self._obey(lease, message)

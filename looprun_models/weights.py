@@ -40,9 +40,9 @@ class Weights:
 def weights_path(spec: LocalModelSpec, settings: Settings) -> tuple[Path, str]:
     """The path, and what decided it: the profile's own variable, or its default folder."""
     named = settings.model_path(spec.env_var)
-    return (
-        (named.absolute(), f"variable {spec.env_var}") if named else (spec.default_path(settings).absolute(), "profile")
-    )
+    if named:
+        return named.absolute(), f"variable {spec.env_var}"
+    return spec.default_path(settings), "profile"
 
 
 def inspect_weights(spec: LocalModelSpec, settings: Settings) -> Weights:

@@ -50,7 +50,7 @@ How you answer:
 - When somebody is angry, stay calm, say that you are sorry, and offer to fetch a librarian.
 - Answer in the language of the question. Give times in words, and prices in euros and cents.
 """
-QUESTIONS = ("On which days is the library closed?", "How long may I keep a book?")
+QUESTIONS = ("What is the capital of France?", "Which planet is the largest?")
 
 
 class Answer(NamedTuple):

@@ -36,6 +36,7 @@ HELP = """\
 --list-devices                          print list of available devices and exit
 -t,    --threads N                      number of CPU threads to use during generation (default: -1)
                                         (env: LLAMA_ARG_THREADS)
+-tb,   --threads-batch N                number of threads to use during batch and prompt processing
 -c,    --ctx-size N                     size of the prompt context (default: 0, 0 = loaded from model)
 -b,    --batch-size N                   logical maximum batch size (default: 2048)
 -fa,   --flash-attn [on|off|auto]       set Flash Attention use ('on', 'off', or 'auto', default: 'auto')
@@ -119,10 +120,10 @@ def end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if code < 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        if -code != signal.SIGKILL and threading.current_thread() is threading.main_thread():
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
+        threading.Event().wait()  # another thread may be the one that gets it
     os._exit(code)
 
 

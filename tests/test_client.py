@@ -327,7 +327,7 @@ def test_a_cancelled_start_leaves_no_server(own: Callable[..., str], gated_engin
             loop.call_soon_threadsafe(loading.set)
 
         async def use() -> None:
-            async with async_local_model(alias, on_progress=on_progress):
+            async with async_local_model(alias, timeout=90, on_progress=on_progress):
                 pytest.fail("the gate was never opened")
 
         task = asyncio.create_task(use())

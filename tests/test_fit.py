@@ -162,7 +162,7 @@ def test_the_wide_state_model_under_the_ram16_recipe(profile: Callable[..., str]
         at_start = resident(lease)
         kept = switches(lease)
         if as_quoted:
-            assert max(kept) < 0.02, "the premise of the fit step: every switch reads the whole prompt"
+            assert max(kept) < 0.1, "the premise of the fit step: every switch reads the whole prompt"
             return
         assert min(kept) > 0.9
         alone = Agent("Charlie", lease)

@@ -69,9 +69,8 @@ def imports_of(name: str, path: Path) -> Iterator[str]:
             if node.level:
                 package = f"looprun_models.{name}".rsplit(".", node.level)[0]
                 module = f"{package}.{module}".rstrip(".")
-            inside = [ours(f"{module}.{alias.name}") for alias in node.names]
-            found = [target for target in inside if target in SOURCES] or [ours(module)]
-            yield from filter(None, found)
+            inside = filter(None, (ours(f"{module}.{alias.name}") for alias in node.names))
+            yield from [target for target in inside if target in SOURCES] or filter(None, [ours(module)])
 
 
 def ours(module: str) -> str | None:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -127,38 +128,37 @@ def test_status_of_a_server_that_loads_then_serves_then_dies(
     alias, loading, ready, leave = profile("tiny-qwen35", port=free_port()), *(threading.Event() for _ in range(3))
 
     def use() -> None:
-        runtime = LlamaCppRuntime()
-        with runtime.ensure_server(resolve_alias(alias), on_progress=lambda _: loading.set()):
+        with LlamaCppRuntime().ensure_server(resolve_alias(alias), on_progress=lambda _: loading.set()):
             ready.set()
             leave.wait(60)
 
-    user = threading.Thread(target=use)
-    user.start()
-    try:
-        assert loading.wait(60)
-        [record] = list_servers(load_settings())
-        server = local_model_status(alias).server
-        assert (server.up, server.base_url, server.serves) == (False, record.base_url, None)
-        assert server.note == f"pid {record.child_pid} is loading or does not answer"
-        assert server.fix == f"looprun models logs {alias}"
+    with ThreadPoolExecutor() as pool:
+        user = pool.submit(use)
+        try:
+            wait_for(lambda: loading.is_set() or user.done(), "it is loading")
+            [record] = list_servers(load_settings())
+            server = local_model_status(alias).server
+            assert (server.up, server.base_url, server.serves) == (False, record.base_url, None)
+            assert server.note == f"pid {record.child_pid} is loading or does not answer"
+            assert server.fix == f"looprun models logs {alias}"
 
-        gate.touch()
-        assert ready.wait(60)
-        server = local_model_status(alias).server
-        assert (server.up, server.base_url, server.serves) == (True, record.base_url, "tiny-qwen35-gguf")
-        assert (server.note, server.fix) == (record.summary, "")
+            gate.touch()
+            wait_for(lambda: ready.is_set() or user.done(), "it is ready")
+            server = local_model_status(alias).server
+            assert (server.up, server.base_url, server.serves) == (True, record.base_url, "tiny-qwen35-gguf")
+            assert (server.note, server.fix) == (record.summary, "")
 
-        os.kill(record.child_pid, signal.SIGKILL)
-        wait_for(lambda: not list_servers(load_settings()), "the supervisor ends too")
-        assert local_model_status(alias).server == ServerStatus(False, fix=f"looprun models serve {alias}")
-        shown = looprun("models", "status", alias).stdout
-        assert "server   down     died: " in shown
-        assert "SIGKILL" in shown
-        assert f"next: looprun models serve {alias}" in shown
-    finally:
-        gate.touch()
-        leave.set()
-        user.join(60)
+            os.kill(record.child_pid, signal.SIGKILL)
+            wait_for(lambda: not list_servers(load_settings()), "the supervisor ends too")
+            assert local_model_status(alias).server == ServerStatus(False, fix=f"looprun models serve {alias}")
+            shown = looprun("models", "status", alias).stdout
+            assert "server   down     died: " in shown
+            assert "SIGKILL" in shown
+            assert f"next: looprun models serve {alias}" in shown
+        finally:
+            gate.touch()
+            leave.set()
+            user.result(60)
 
 
 # --- runtimes of other packages --------------------------------------------------------------------------------------

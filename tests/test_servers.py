@@ -26,6 +26,7 @@ from looprun_models.runtime import LlamaCppRuntime
 from looprun_models.servers import Lease, list_servers, server_status, stop_server
 from looprun_models.settings import load_settings
 from looprun_models.wire import Record
+from tests.engines import make_engine
 from tests.helpers import agents, gone, port_is_free, wait_for
 
 HELLO = "Hello from the tiny hybrid model."
@@ -96,8 +97,8 @@ def stubborn_engine(wrapped_engine: Wrap) -> Path:
 
 
 @pytest.fixture
-def deaf_engine(wrapped_engine: Wrap) -> Path:
-    return wrapped_engine("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+def deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_BIN", str(make_engine(tmp_path, ignore_term=True)))
 
 
 @pytest.fixture
@@ -282,7 +283,8 @@ def test_stop_of_a_busy_server_is_quick_and_frees_the_port(profile: Callable[...
     assert model.server.stop() is False, "stop is idempotent"
 
 
-def test_an_engine_that_ignores_term_is_killed_and_that_is_said(profile: Callable[..., str], deaf_engine: Path) -> None:
+@pytest.mark.usefixtures("deaf_engine")
+def test_an_engine_that_ignores_term_is_killed_and_that_is_said(profile: Callable[..., str]) -> None:
     with start(profile()) as lease:
         assert lease.stop() is True
         assert gone(lease.record.child_pid)
