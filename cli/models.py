@@ -17,7 +17,7 @@ from .output import agree, note, progress_shown, say, say_json, size, table
 
 
 def list_profiles(json: Json = False) -> None:
-    """List the profiles: what each takes, and whether its weights are here."""
+    """List the profiles: what each takes, and which are here."""
     settings = load_settings()
     specs = load_profiles(settings)
     chosen = chosen_alias(settings) or DEFAULT_ALIAS
@@ -90,6 +90,7 @@ def pull(alias: Alias = None, yes: Yes = False) -> None:
     settings = load_settings()
     spec = resolve_alias(alias, settings)
     fetch_weights(spec, settings, yes=yes)
+    note(f"  next: looprun models serve {spec.alias}")
 
 
 def fetch_weights(spec: LocalModelSpec, settings: Settings, *, yes: bool) -> None:
@@ -118,7 +119,7 @@ def fetch_weights(spec: LocalModelSpec, settings: Settings, *, yes: bool) -> Non
         raise Declined("nothing was fetched.", hint=f"looprun models pull {spec.alias} --yes")
     with progress_shown() as show_progress:
         path = fetch(resolve(spec, settings), found.path, on_progress=show_progress)
-    note(f"{spec.alias} is whole and verified. Next: looprun models serve {spec.alias}")
+    note(f"{spec.alias} is whole and verified.")
     say(str(path))
 
 

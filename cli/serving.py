@@ -69,13 +69,13 @@ def serve(
     runtime = LlamaCppRuntime(settings, options, strict_port=True, keep_alive=stays)
     with progress_shown() as show:
         lease = runtime.ensure_server(spec, timeout=timeout, on_progress=show)
+    if not detach:
+        _run_until_ctrl_c(lease, spec, options)
+        return
     with lease:
         _say_how_to_use(spec, lease, options)
-        if detach:
-            until = "it is stopped" if stays is None else f"{stays:g} s after its last user"
-            note(f"It runs until {until}: looprun models stop {spec.alias}")
-        else:
-            _watch(lease, spec)
+        until = "it is stopped" if stays is None else f"{stays:g} s after its last user"
+        note(f"It runs until {until}: looprun models stop {spec.alias}")
 
 
 def _say_how_to_use(spec: LocalModelSpec, lease: Lease, options: Options) -> None:
@@ -115,28 +115,36 @@ print(client.chat.completions.create(
 ).choices[0].message.content)"""
 
 
-def _watch(lease: Lease, spec: LocalModelSpec) -> None:
-    """Show the state until the server ends or Ctrl-C. The first Ctrl-C spares other users, the second does not."""
-    force = False
-    with live_line() as show:
+def _run_until_ctrl_c(lease: Lease, spec: LocalModelSpec, options: Options) -> None:
+    """Say how to use it and show its state. The first Ctrl-C spares other users, the second does not."""
+    told = force = False
+    with lease:
         while True:
             try:
-                gone = lease.why_gone(wait=LIVE_EVERY)
-                if isinstance(gone, ServerStopped):
-                    note(gone.message)
-                    return
-                if gone:
-                    raise gone
-                show(_state_of(lease.record))
+                if not told:
+                    _say_how_to_use(spec, lease, options)
+                    told = True
+                _watch(lease)
+                return
             except KeyboardInterrupt:
                 try:
                     forced = lease.stop(force=force)
                 except ServerInUse as others:
-                    force = True
+                    told = force = True
                     note(f"\n{others.message} Ctrl-C again stops it all the same.")
                     continue
                 note(f"\n{_stopped(lease.record, forced)}")
                 return
+
+
+def _watch(lease: Lease) -> None:
+    """Returns when somebody has stopped the server; raises the cause when it died."""
+    with live_line() as show:
+        while not (gone := lease.why_gone(wait=LIVE_EVERY)):
+            show(_state_of(lease.record))
+    if not isinstance(gone, ServerStopped):
+        raise gone
+    note(gone.message)
 
 
 def _stopped(record: Record, forced: bool) -> str:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
-from urllib.parse import urlsplit
 
 import openai
 from openai.resources.chat import Chat as _Chat  # noqa: F401 (loaded now: the first `.chat` would otherwise pay for it)
@@ -29,6 +27,7 @@ from looprun_models.runtime import (
     ServerHandle,
     load_runtime,
 )
+from looprun_models.runtimes.external import http_library, http_options
 from looprun_models.settings import load_settings
 
 CONNECT_TIMEOUT = 5.0
@@ -37,8 +36,7 @@ NO_KEY = "none"
 REASON_TIMEOUT = 3.0
 """Seconds to wait for the reason of a broken connection: the supervisor hears of an engine's end after its client."""
 
-# openai 2 lets these out of a stream, openai 3 wraps them; each has its own HTTP library, which this finds.
-http_library: Any = importlib.import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0])
+_http = http_library()  # openai 2 lets its errors out of a stream, openai 3 wraps them
 openai.DefaultHttpxClient(trust_env=False, verify=False).close()  # loads its transport now, for the same reason
 
 
@@ -155,9 +153,9 @@ class LocalModel(_Local, openai.OpenAI):
     def _explained(self, items: Iterator[Any], response: Any) -> Iterator[Any]:
         try:
             yield from items
-        except (openai.APITimeoutError, http_library.TimeoutException):
+        except (openai.APITimeoutError, _http.TimeoutException):
             raise
-        except (openai.APIConnectionError, http_library.TransportError) as error:
+        except (openai.APIConnectionError, _http.TransportError) as error:
             raise self._gone(response.request) from error
         except openai.APIError as error:
             raise _told_in_stream(error, response) from None
@@ -197,9 +195,9 @@ class AsyncLocalModel(_Local, openai.AsyncOpenAI):
         try:
             async for item in items:
                 yield item
-        except (openai.APITimeoutError, http_library.TimeoutException):
+        except (openai.APITimeoutError, _http.TimeoutException):
             raise
-        except (openai.APIConnectionError, http_library.TransportError) as error:
+        except (openai.APIConnectionError, _http.TransportError) as error:
             raise await asyncio.to_thread(self._gone, response.request) from error
         except openai.APIError as error:
             raise _told_in_stream(error, response) from None
@@ -316,13 +314,6 @@ def local_model_status(alias: str | None = None, *, runtime: str | ModelRuntimeP
     return pick_runtime(runtime).status(resolve_alias(alias))
 
 
-def http_options(base_url: str) -> dict[str, Any]:
-    """For OpenAI's HTTP client: no proxy on this machine, and certificates are only loaded where one may be needed."""
-    address = urlsplit(base_url)
-    here = address.hostname in ("127.0.0.1", "::1", "localhost")
-    return {"trust_env": not here, "verify": not (here and address.scheme == "http"), "timeout": _timeout()}
-
-
 def pick_runtime(
     runtime: str | ModelRuntimePort | None,
     *,
@@ -371,7 +362,7 @@ def _client(kind: type[Client], http: Callable[..., Any], spec: LocalModelSpec, 
         api_key=handle.api_key or NO_KEY,
         max_retries=0,
         timeout=_timeout(),
-        http_client=http(**http_options(handle.base_url)),
+        http_client=http(**http_options(handle.base_url), timeout=_timeout()),
     )
     client.model, client.spec, client.server = getattr(handle, "served_id", spec.served_id), spec, handle
     client._owner = True

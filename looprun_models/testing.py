@@ -25,11 +25,11 @@ import openai
 import psutil
 import pytest
 
-from looprun_models.client import http_options
 from looprun_models.errors import LooprunError
 from looprun_models.progress import Progress
 from looprun_models.registry import LocalModelSpec
 from looprun_models.runtime import ModelRuntimePort, RuntimeStatus, ServerHandle
+from looprun_models.runtimes.external import http_options
 from looprun_models.wire import LOOPBACK
 
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")

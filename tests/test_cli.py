@@ -68,9 +68,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
     """`fake(load_exit=1)` makes LLAMA_BIN an engine that behaves so."""
 
     def make(**behaviour: Unpack[Behaviour]) -> Path:
-        path = make_engine(
-            tmp_path / "engine", help_add=["-tb, --threads-batch N  as the profiles of tests ask"], **behaviour
-        )
+        behaviour["help_add"] = ["-tb, --threads-batch N  which the profiles of tests use"]
+        path = make_engine(tmp_path / "engine", **behaviour)
         monkeypatch.setenv("LLAMA_BIN", str(path))
         return path
 
@@ -86,8 +85,8 @@ def failed(done: Result, code: int) -> str:
     """What a failed command said: one message on standard error, nothing on standard output, no traceback."""
     assert (done.exit_code, done.stdout) == (code, ""), done.output
     assert isinstance(done.exception, SystemExit), done.exception
-    assert done.stderr.count("error: ") == 1
-    assert done.stderr.count("  next: ") == 1
+    lines = [line.partition(": ")[0] for line in done.stderr.splitlines()]
+    assert (lines.count("error"), lines.count("  next")) == (1, 1), done.stderr
     assert "Traceback" not in done.stderr
     return str(done.stderr)
 
@@ -124,7 +123,7 @@ class Command:
 
     def end(self) -> int:
         out, err = self.process.communicate(timeout=60)
-        self.out, self.err = self.out + out, self.err + err
+        self.out, self.err = self.out + (out or ""), self.err + err
         return self.process.returncode
 
     def __enter__(self) -> Command:
@@ -133,7 +132,7 @@ class Command:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.communicate()
+        self.process.communicate()
 
 
 def _until(stream: IO[str] | None, text: str) -> str:
@@ -223,7 +222,7 @@ def test_help_shows_tiers_and_examples_as_plain_text(words: tuple[str, ...]) -> 
 
 def test_every_command_has_help_that_is_not_cut_off() -> None:
     shown = run("models", "-h").stdout
-    assert "..." not in shown
+    assert "..." not in shown.partition("Commands:")[2]
     for name in ("list", "status", "show", "pull", "serve", "stop", "ask", "logs"):
         assert re.search(rf"^  {name} ", shown, re.MULTILINE)
         page = run("models", name, "-h")
@@ -313,10 +312,8 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     with Command("models", "list") as command:
         assert command.process.stdout
         command.process.stdout.close()
-        assert command.process.stderr
-        said = command.process.stderr.read()
-        assert command.process.wait() == 0
-    assert "BrokenPipe" not in said
+        assert command.end() == 0
+    assert command.err == ""
 
 
 @pytest.mark.parametrize(
@@ -475,9 +472,6 @@ def test_show_explains_each_flag_and_what_decided_it(profile: Profile, monkeypat
     assert "kept from the engine: LLAMA_ARG_HOST" in done.stdout
     plan = json.loads(run(*words[:3], "--json", *words[3:]).stdout)
     assert done.stdout.splitlines()[-1] == shlex.join(plan["command"])
-    assert [f["flag"] for f in plan["flags"]] == [
-        w for w in plan["command"] if any(w == f["flag"] for f in plan["flags"])
-    ]
 
 
 def test_as_quoted_keeps_the_quoted_values(profile: Profile) -> None:

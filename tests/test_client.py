@@ -18,7 +18,7 @@ import pytest
 
 import looprun_models
 from looprun_models import LocalModel, async_local_model, local_model, local_model_status
-from looprun_models.client import AsyncLocalModel, ContextOverflowError, http_options
+from looprun_models.client import AsyncLocalModel, ContextOverflowError
 from looprun_models.errors import (
     ContextOverflow,
     LooprunError,
@@ -30,7 +30,7 @@ from looprun_models.errors import (
 )
 from looprun_models.progress import Progress
 from looprun_models.registry import resolve_alias
-from looprun_models.runtimes.external import ExternalRuntime
+from looprun_models.runtimes.external import ExternalRuntime, http_options
 from looprun_models.servers import list_servers, stop_server
 from looprun_models.settings import load_settings
 from looprun_models.testing import Asked, LoopbackServer, Reply

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
 from pathlib import Path
 from typing import Any, Self
@@ -95,16 +97,14 @@ class ExternalRuntime:
         """What it lists. Raises ServerUnavailable."""
         import openai
 
-        from looprun_models.client import http_library, http_options
-
+        library = http_library()
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        options = {**http_options(self.base_url), "timeout": ANSWER_TIMEOUT}
-        with openai.DefaultHttpxClient(**options) as http:
+        with openai.DefaultHttpxClient(**http_options(self.base_url), timeout=ANSWER_TIMEOUT) as http:
             try:
                 answer = http.get(f"{self.base_url}/models", headers=headers)
                 if answer.status_code == 200:
                     return _listed(answer)
-            except (http_library.HTTPError, http_library.InvalidURL, OSError, ValueError) as error:
+            except (library.HTTPError, library.InvalidURL, OSError, ValueError) as error:
                 why, hint = str(error) or type(error).__name__, "check LOOPRUN_EXTERNAL_URL, and that the server runs"
             else:
                 why, hint = f"it answered {answer.status_code}", _HINTS.get(answer.status_code, _HINTS[404])
@@ -126,6 +126,21 @@ def _listed(answer: Any) -> list[str]:
         return [str(name) for model in models for name in (model["id"], *model.get("aliases", ()))]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError("it does not list models as an OpenAI-compatible server does") from None
+
+
+def http_options(base_url: str) -> dict[str, Any]:
+    """For OpenAI's HTTP client: no proxy on this machine, and certificates are only loaded where one may be needed."""
+    address = urlsplit(base_url)
+    here = address.hostname in ("127.0.0.1", "::1", "localhost")
+    return {"trust_env": not here, "verify": not (here and address.scheme == "http")}
+
+
+@functools.cache
+def http_library() -> Any:
+    """The module behind OpenAI's HTTP client: httpx for openai 2, httpx2 for openai 3."""
+    import openai
+
+    return importlib.import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0])
 
 
 def normalise_url(text: str) -> str:
