@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -91,13 +92,12 @@ def _say_how_to_use(spec: LocalModelSpec, lease: Lease, options: Options) -> Non
 
 
 def _curl(spec: LocalModelSpec, lease: Lease) -> str:
-    key = f"  -H 'Authorization: Bearer {lease.api_key}' \\\n" if lease.api_key else ""
+    auth = f"  -H {shlex.quote(f'Authorization: Bearer {lease.api_key}')} \\\n" if lease.api_key else ""
     body = {"model": lease.record.served_id, "max_tokens": 200, "messages": [{"role": "user", "content": "Hello"}]}
     if spec.template_args:  # without these it would spend its tokens on thinking
         body["chat_template_kwargs"] = dict(spec.template_args)
-    return (
-        f"curl {lease.base_url}/chat/completions -H 'Content-Type: application/json' \\\n{key}  -d '{json.dumps(body)}'"
-    )
+    first = f"curl {lease.base_url}/chat/completions -H 'Content-Type: application/json' \\\n"
+    return f"{first}{auth}  -d {shlex.quote(json.dumps(body))}"
 
 
 def _python(spec: LocalModelSpec, lease: Lease, options: Options) -> str:

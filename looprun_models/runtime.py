@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from looprun_models import weights as weights_module
 from looprun_models.engine import Engine, devices, find_engine
-from looprun_models.errors import EngineMissing, FolderUnwritable, RuntimeBroken, UnknownRuntime, UsageError
+from looprun_models.errors import EngineMissing, FolderUnwritable, PortInUse, RuntimeBroken, UnknownRuntime, UsageError
 from looprun_models.launch import LaunchPlan, Options, Request, SlotFolder, check_memory, plan_launch, read_request
 from looprun_models.machine import inspect_machine
 from looprun_models.progress import OnProgress
@@ -29,6 +29,8 @@ from looprun_models.wire import Record, identify, proves
 
 ENTRY_POINTS = "looprun_models.runtimes"
 LLAMA_CPP = "llama-cpp"
+PORT_RACES = 3
+"""Starts before giving up when somebody else takes the port between our look at it and the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +202,19 @@ class LlamaCppRuntime:
             api_key=options.api_key,
             plan=plan,
         )
-        lease = ensure_server(settings, wanted, keep_alive=self.keep_alive, may_start=auto_start)
-        try:
-            lease.wait_ready(timeout, on_progress)
-        except BaseException:
-            lease.abandon()
-            raise
-        return lease
+        for others_were_faster in range(PORT_RACES):
+            lease = ensure_server(settings, wanted, keep_alive=self.keep_alive, may_start=auto_start)
+            try:
+                lease.wait_ready(timeout, on_progress)
+                return lease
+            except PortInUse:
+                lease.abandon()
+                if wanted.strict or others_were_faster + 1 == PORT_RACES:
+                    raise
+            except BaseException:
+                lease.abandon()
+                raise
+        raise AssertionError("the last round returns or raises")
 
     def plan(self, spec: LocalModelSpec) -> LaunchPlan:
         """The plan as it would be started now, to look at; without weights, as far as it goes."""

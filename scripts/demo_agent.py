@@ -79,7 +79,8 @@ def main() -> int:
 
 def ask(model: LocalModel, question: str) -> Answer:
     words: list[str] = []
-    ttft, timings = 0.0, {}
+    timings: dict[str, Any] = {}
+    ttft = 0.0
     started = time.monotonic()
     for chunk in model.chat.completions.create(
         model=model.model,
@@ -97,8 +98,8 @@ def ask(model: LocalModel, question: str) -> Answer:
 
 def note_used(model: LocalModel, path: Path) -> None:
     """Write down what this run started, for the look afterwards: another process does that one."""
-    record: Any = model.server
-    record = record.record
+    server: Any = model.server
+    record = server.record
     pids = (record.supervisor_pid, record.child_pid)
     used = {"port": record.port, "processes": [(pid, psutil.Process(pid).create_time()) for pid in pids]}
     path.write_text(json.dumps(used), encoding="utf-8")

@@ -16,6 +16,8 @@ sys.path.insert(0, str(REPO / "scripts"))
 
 import make_tiny_gguf  # noqa: E402  (a script, not a package)
 
+from looprun_models.engine import find_engine  # noqa: E402
+from looprun_models.settings import load_settings  # noqa: E402
 from tests.helpers import free_port  # noqa: E402
 
 SCRIPT = Path(make_tiny_gguf.__file__)
@@ -24,8 +26,16 @@ OURS = ("LLAMA_", "LOOPRUN_", "OPENAI_", "HF_", "XDG_", "AIP_", "HUGGING", "QWEN
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
 
+@pytest.fixture(scope="session")
+def probed_engine(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What is learned of the embedded engine, once: asking it again in every empty home would be most of the time."""
+    folder = tmp_path_factory.mktemp("known")
+    find_engine(load_settings({"HOME": str(folder), "LOOPRUN_CACHE_DIR": str(folder), "PATH": ""}))
+    return (folder / "engines.json").read_bytes()
+
+
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, probed_engine: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty home; servers end with their last user unless a test says otherwise."""
     for name in list(os.environ):
         if name.startswith(OURS) or name.upper() in PROXIES:
@@ -33,6 +43,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "home"
     folder.mkdir()
     monkeypatch.setenv("HOME", str(folder))
+    cache = folder / ".cache" / "looprun"
+    cache.mkdir(parents=True)
+    (cache / "engines.json").write_bytes(probed_engine)
     monkeypatch.setenv("LOOPRUN_KEEP_ALIVE", "0")
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # spinning threads starve each other when engines share two cores
     yield folder

@@ -38,7 +38,7 @@ from looprun_models.servers import list_servers
 from looprun_models.settings import load_settings
 from looprun_models.wire import Record, get_json, identify, proves
 from tests.engines import Behaviour, end_engine, make_engine
-from tests.helpers import agents, gone, port_is_free, wait_for
+from tests.helpers import agents, free_port, gone, port_is_free, wait_for
 from tests.hub_server import HubServer
 
 LOOPRUN = Path(sys.executable).with_name("looprun")
@@ -746,6 +746,18 @@ def test_pasted_python_finds_a_server_with_flags_of_its_own(profile: Profile) ->
         assert [record.ctx for record in records()] == [2048]
         serve.ctrl_c()
         assert serve.end() == 0
+
+
+def test_pasted_curl_turns_thinking_off_where_the_profile_does(
+    tiny_gguf: Callable[[str], Path], fake: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This family thinks by default: the pasted question would get an empty answer."""
+    fake()
+    monkeypatch.setenv("QWEN35_RAM8_GGUF", str(tiny_gguf("tiny-qwen35-mtp")))
+    done = run("models", "serve", "ram8", "--detach", "--port", str(free_port()))
+    assert '"chat_template_kwargs": {"enable_thinking": false}' in snippets(done.stderr)[0]
+    assert "note: " in done.stderr
+    run("models", "stop", "ram8")
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])

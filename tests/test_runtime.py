@@ -28,17 +28,6 @@ from tests.helpers import free_port, wait_for
 Profile = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runtime")
-
-
-@pytest.fixture(autouse=True)
-def known_engine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are examined once, not in every test."""
-    monkeypatch.setenv("LOOPRUN_CACHE_DIR", str(cache))
-
-
 def looprun(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-c", "from looprun_models.cli.app import main; main()", *words],
