@@ -6,8 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 from looprun_models.errors import Declined, FolderUnwritable, NotEnoughDisk
-from looprun_models.launch import LaunchPlan, Options
+from looprun_models.launch import LaunchPlan
 from looprun_models.registry import DEFAULT_ALIAS, LocalModelSpec, chosen_alias, load_profiles, resolve_alias
+from looprun_models.request import Options
 from looprun_models.runtime import LlamaCppRuntime, model_file_status
 from looprun_models.settings import Settings, load_settings
 from looprun_models.weights import OK

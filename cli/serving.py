@@ -10,20 +10,24 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from looprun_models.errors import LooprunError, ServerInUse, ServerStopped, UsageError
-from looprun_models.launch import Options
+from looprun_models.lease import Lease, server_status, stop_server
+from looprun_models.records import list_servers, newest_log
 from looprun_models.registry import LocalModelSpec, load_profiles, resolve_alias
+from looprun_models.request import Options
 from looprun_models.runtime import LlamaCppRuntime, load_runtime
-from looprun_models.servers import Lease, list_servers, newest_log, server_status, stop_server
 from looprun_models.settings import DEFAULT_KEEP_ALIVE, Settings, load_settings
 from looprun_models.wire import LOOPBACK, Record, get_json
 
 from .options import Alias, AsQuoted, EngineFlags, Force, Port, RuntimeName, Timeout, split_words
 from .output import live_line, note, progress_shown, say
+
+if TYPE_CHECKING:
+    from looprun_models.client import LocalModel
 
 LIVE_EVERY = 2.0
 """Seconds between looks at the slots: more often would keep the engine from noticing that a client has left."""
@@ -194,8 +198,8 @@ def stop(
 
 def ask(
     alias: Annotated[
-        str, typer.Argument(metavar="[ALIAS]", help="A profile, such as smoke; may be left out, as elsewhere.")
-    ],
+        str | None, typer.Argument(metavar="ALIAS", help="A profile; may be left out, as elsewhere.")
+    ] = None,
     question: Annotated[str | None, typer.Argument(metavar="QUESTION", help="What to ask.")] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="The longest answer, in tokens.")] = 200,
     timeout: Timeout = None,
@@ -210,40 +214,47 @@ def ask(
     with progress_shown() as show:
         model = local_model(name, runtime=runtime and load_runtime(runtime), timeout=timeout, on_progress=show)
     with model:
-        sent, first, end = time.monotonic(), None, ""
-        timings: dict[str, float] = {}
-        stream = model.chat.completions.create(
-            model=model.model,
-            messages=[{"role": "user", "content": text}],
-            stream=True,
-            **model.pinned(max_tokens=max_tokens),
-        )
-        for chunk in stream:
-            timings = (chunk.model_extra or {}).get("timings") or timings
-            for choice in chunk.choices:
-                end = getattr(choice, "finish_reason", None) or end
-                if choice.delta.content:
-                    first = first or time.monotonic()
-                    sys.stdout.write(choice.delta.content)
-                    sys.stdout.flush()
-    say()
-    ready = f"ready after {sent - began:.1f} s, first token after {(first or time.monotonic()) - sent:.2f} s"
-    speed = f", {timings['predicted_per_second']:.0f} tok/s" if timings.get("predicted_per_second") else ""
-    reused = f", {timings['cache_n']} prompt tokens reused" if timings.get("cache_n") else ""
-    cut = ", cut short by --max-tokens" if end == "length" else ""
-    note(f"[{model.model}: {ready}{speed}{reused}{cut}]")
+        ready = f"ready after {time.monotonic() - began:.1f} s"
+        told = _print_answer(model, text, max_tokens)
+    note(f"[{model.model}: {ready}, {told}]")
     stays = DEFAULT_KEEP_ALIVE if settings.keep_alive is None else settings.keep_alive
     if isinstance(model.server, Lease) and not model.server.already_running and stays:
         note(f"[it stays loaded for {stays:g} s: looprun models stop {model.spec.alias}]")
 
 
-def _alias_and_question(alias: str, question: str | None, settings: Settings) -> tuple[str | None, str]:
+def _print_answer(model: LocalModel, question: str, max_tokens: int) -> str:
+    """The answer on standard output as it comes; returns how fast it was."""
+    sent, first, end = time.monotonic(), None, ""
+    timings: dict[str, float] = {}
+    stream = model.chat.completions.create(
+        model=model.model,
+        messages=[{"role": "user", "content": question}],
+        stream=True,
+        **model.pinned(max_tokens=max_tokens),
+    )
+    for chunk in stream:
+        timings = (chunk.model_extra or {}).get("timings") or timings
+        for choice in chunk.choices:
+            end = getattr(choice, "finish_reason", None) or end
+            if choice.delta.content:
+                first = first or time.monotonic()
+                sys.stdout.write(choice.delta.content)
+                sys.stdout.flush()
+    say()
+    speed = f", {timings['predicted_per_second']:.0f} tok/s" if timings.get("predicted_per_second") else ""
+    reused = f", {timings['cache_n']} prompt tokens reused" if timings.get("cache_n") else ""
+    cut = ", cut short by --max-tokens" if end == "length" else ""
+    return f"first token after {(first or time.monotonic()) - sent:.2f} s{speed}{reused}{cut}"
+
+
+def _alias_and_question(alias: str | None, question: str | None, settings: Settings) -> tuple[str | None, str]:
     """One word alone is the question, for the chosen model."""
     if question is not None:
         return alias, question
-    if any(alias in (spec.alias, *spec.short) for spec in load_profiles(settings).values()):
-        raise UsageError(f"what should {alias} be asked?", hint=f'looprun models ask {alias} "Hello?"')
-    return None, alias
+    if alias is not None and all(alias not in (s.alias, *s.short) for s in load_profiles(settings).values()):
+        return None, alias
+    who = alias or "the model"
+    raise UsageError(f"what should {who} be asked?", hint=f'looprun models ask {alias or "ALIAS"} "Hello?"')
 
 
 def logs(

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from looprun_models.errors import Missing
+from looprun_models.lease import server_status
+from looprun_models.records import last_end, list_servers
 from looprun_models.registry import LocalModelSpec, chosen_alias, load_profiles, resolve_alias
 from looprun_models.runtime import (
     BinaryStatus,
@@ -18,7 +20,6 @@ from looprun_models.runtime import (
     model_file_status,
     server_status_of,
 )
-from looprun_models.servers import last_end, list_servers, server_status
 from looprun_models.settings import Settings, load_settings
 from looprun_models.weights import OK
 from looprun_models.wire import Record

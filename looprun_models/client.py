@@ -16,9 +16,9 @@ import openai
 from openai.resources.chat import Chat as _Chat  # noqa: F401 (loaded now: the first `.chat` would otherwise pay for it)
 
 from looprun_models.errors import ContextOverflow, ServerUnavailable, UsageError
-from looprun_models.launch import Options
 from looprun_models.progress import OnProgress, Progress
 from looprun_models.registry import LocalModelSpec, resolve_alias
+from looprun_models.request import Options
 from looprun_models.runtime import (
     LLAMA_CPP,
     LlamaCppRuntime,

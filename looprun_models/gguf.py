@@ -9,46 +9,28 @@ the tiny and wide test files.
 from __future__ import annotations
 
 import errno
-import math
 import os
-import re
 import stat
-import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
 
 from looprun_models.errors import WeightsBad, WeightsMissing
-
-Values: TypeAlias = Mapping[str, Any]
+from looprun_models.ggufformat import (
+    MAX_TENSORS,
+    MAX_VALUES,
+    Cursor,
+    Tensors,
+    Unusable,
+    Values,
+    tensor_table,
+    value_at,
+    version_of,
+)
 
 KV_BYTES = {"f16": (2, 1), "q8_0": (34, 32)}
 """Bytes of a KV element, as a fraction: q8_0 stores 32 elements in 34 bytes."""
 
-_WINDOW = 1 << 20
-_MAX_VALUES = 1 << 17
-_MAX_TENSORS = 1 << 20
-_MAX_STRINGS = 1 << 22
-_MAX_TEXT = 1 << 16
-_MAX_KEPT_ARRAY = 1 << 13
 _MAX_BLOCKS = 1 << 12
-
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_SCALARS = {kind: struct.Struct("<" + code) for kind, code in enumerate("BbHhIif?")} | {
-    kind: struct.Struct("<" + code) for kind, code in zip((10, 11, 12), "Qqd", strict=True)
-}
-_STRING, _ARRAY = 8, 9
-
-# ggml type: (elements, bytes) of a block. A type that is not here is not an error: engines learn new ones.
-_BLOCKS = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40),
-    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
-    16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82),
-    23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
-    34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
-}  # fmt: skip
-_EXPERTS = re.compile(rb"blk\.(\d{1,4})\.ffn_(?:up|down|gate|gate_up)_(?:ch)?exps\b")
 _INTERVAL_FAMILY = ("qwen35", "qwen35moe", "qwen3next")
 
 
@@ -152,119 +134,38 @@ def read_header(path: Path) -> GgufHeader:
         if not stat.S_ISREG(found.st_mode):
             raise WeightsBad(f"{path} is not a regular file.")
         with path.open("rb") as file:
-            return _parse(path, _Cursor(file, os.fstat(file.fileno()).st_size))
+            return _parse(path, Cursor(file, os.fstat(file.fileno()).st_size))
     except (FileNotFoundError, NotADirectoryError) as error:
         broken = ": it is a link to a file that is gone" if path.is_symlink() else ""
         raise WeightsMissing(f"{path} is not there{broken}.") from error
-    except _Unusable as error:
+    except Unusable as error:
         raise WeightsBad(f"{path} cannot be used: {error}.") from error
     except OSError as error:
         why = "permission denied" if error.errno == errno.EACCES else error.strerror or str(error)
         raise WeightsBad(f"{path} cannot be read: {why}.") from error
 
 
-class _Unusable(Exception):
-    """Why these bytes are not a GGUF that can be served."""
-
-
-class _Cursor:
-    """A place in the file, with the bytes around it.
-
-    Not a memory map: a file that shrinks under a map ends the process with SIGBUS instead of an error.
-    """
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self.size = size
-        self._file = file
-        self._window = b""
-        self._start = 0
-        self._at = 0
-
-    @property
-    def offset(self) -> int:
-        return self._start + self._at
-
-    def take(self, count: int) -> bytes:
-        if self._at + count > len(self._window):
-            self._refill(count)
-        taken = self._window[self._at : self._at + count]
-        self._at += count
-        return taken
-
-    def skip(self, count: int) -> None:
-        self._at += count
-        self._check(0)
-
-    def number(self, layout: struct.Struct) -> Any:
-        return layout.unpack(self.take(layout.size))[0]
-
-    def text(self) -> bytes:
-        length = self.number(_U64)
-        if length > _MAX_TEXT:
-            raise _Unusable(f"its header is damaged: a name of {length} bytes at offset {self.offset}")
-        return self.take(length)
-
-    def skip_strings(self, count: int) -> None:
-        """Real files hold hundreds of thousands of tokens and merges: the loop only steps over them."""
-        if count > _MAX_STRINGS:
-            raise _Unusable(f"its header is damaged: a list of {count} texts at offset {self.offset}")
-        unpack = _U64.unpack_from
-        while count:
-            window, at = self._window, self._at
-            try:
-                while count:
-                    at += 8 + unpack(window, at)[0]
-                    count -= 1
-            except (struct.error, OverflowError):
-                pass
-            self._at = at
-            if count:
-                self._refill(8)
-        self._check(0)
-
-    def _check(self, count: int) -> None:
-        if self.offset + count > self.size:
-            raise _Unusable(f"its header is cut short or damaged: it runs past the end, at {self.size} bytes")
-
-    def _refill(self, count: int) -> None:
-        self._check(count)
-        self._start, self._at = self.offset, 0
-        self._file.seek(self._start)
-        self._window = self._file.read(max(count, _WINDOW))
-        if len(self._window) < count:
-            raise _Unusable("it became shorter while it was read")
-
-
-@dataclass(slots=True)
-class _Tensors:
-    """Sums over the tensor table; offsets count from the start of the data section."""
-
-    end: int = 0
-    total: int = 0
-    experts: dict[int, int] = field(default_factory=dict)
-
-
-def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
-    version = _version(cursor)
-    tensors, count = cursor.number(_U64), cursor.number(_U64)
-    if tensors > _MAX_TENSORS or count > _MAX_VALUES:
-        raise _Unusable(f"its header is damaged: it claims {tensors} tensors and {count} values")
-    values = dict(_value(cursor) for _ in range(count))
+def _parse(path: Path, cursor: Cursor) -> GgufHeader:
+    version = version_of(cursor)
+    tensors, count = cursor.count(), cursor.count()
+    if tensors > MAX_TENSORS or count > MAX_VALUES:
+        raise Unusable(f"its header is damaged: it claims {tensors} tensors and {count} values")
+    values = dict(value_at(cursor) for _ in range(count))
     shards = _whole(values, "split.count", 1)
     if "general.architecture" not in values and shards > 1:
-        raise _Unusable(f"it is part {_whole(values, 'split.no', 0) + 1} of {shards}: name the first part")
-    table = _tensor_table(cursor, tensors)
+        raise Unusable(f"it is part {_whole(values, 'split.no', 0) + 1} of {shards}: name the first part")
+    table = tensor_table(cursor, tensors)
     alignment = _whole(values, "general.alignment", 32)
     if alignment < 1 or alignment & (alignment - 1):
-        raise _Unusable(f"its alignment is {alignment}, not a power of two")
+        raise Unusable(f"its alignment is {alignment}, not a power of two")
     data_start = -(-cursor.offset // alignment) * alignment if tensors else cursor.offset
     if data_start + table.end > cursor.size:
-        raise _Unusable(f"it is cut short: {cursor.size} of {data_start + table.end} bytes")
+        raise Unusable(f"it is cut short: {cursor.size} of {data_start + table.end} bytes")
     return _header(path, cursor.size, version, values, table, data_start, max(shards, 1))
 
 
 def _header(
-    path: Path, size: int, version: int, values: Values, table: _Tensors, data_start: int, shards: int
+    path: Path, size: int, version: int, values: Values, table: Tensors, data_start: int, shards: int
 ) -> GgufHeader:
     arch = _text(values, "general.architecture")
     blocks, drafts = _block_counts(values, arch)
@@ -317,7 +218,7 @@ class _Layers:
         elif interval in self.values or self.arch in _INTERVAL_FAMILY:
             step = _whole(self.values, interval, 4)
             if step < 1:
-                raise _Unusable(f"its {interval} is {step}")
+                raise Unusable(f"its {interval} is {step}")
             recurrent = [i for i in every if (i + 1) % step]
         else:
             # Without a rule, no KV heads means a recurrent layer; where every layer has some, each does both.
@@ -342,114 +243,10 @@ class _Layers:
         return any(f"{self.arch}.{key}" in self.values for key in ("ssm.conv_kernel", "shortconv.l_cache"))
 
 
-def _version(cursor: _Cursor) -> int:
-    """Check the magic; what usually lies under a model's name instead is told by its first bytes."""
-    if cursor.size == 0:
-        raise _Unusable("it is empty")
-    start = cursor.take(min(cursor.size, 256))
-    if not start.startswith(b"GGUF"):
-        raise _Unusable(_kind_of(start))
-    cursor.skip(4 - len(start))
-    version: int = cursor.number(_U32)
-    if version and version % 0x10000 == 0:
-        raise _Unusable("it is a big-endian GGUF, which this machine's engine does not read")
-    if version not in (2, 3):
-        raise _Unusable(f"it is GGUF version {version}; versions 2 and 3 are known")
-    return version
-
-
-def _kind_of(start: bytes) -> str:
-    words = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if not start.strip(b"\0"):
-        return "it begins with zeros, as a file does that was reserved and never filled"
-    if words.startswith(b"version https://git-lfs"):
-        return "it is a Git LFS pointer, a note of where the weights are, not the weights"
-    if words.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        return "it is an HTML page, such as a login or error page saved under this name"
-    if start.startswith((b"PK\x03\x04", b"\x1f\x8b")):
-        return "it is a zip or gzip archive (perhaps a PyTorch checkpoint), not a GGUF"
-    if start[8:9] == b"{" and start[:8].rstrip(b"\0") and start[5:8] == bytes(3):
-        return "it is a safetensors file, not a GGUF"
-    if words.startswith(b"{"):
-        return "it is a JSON text, such as a server's error reply saved under this name"
-    if start[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):
-        return "it is in the old GGML format that came before GGUF"
-    return f"it does not begin with 'GGUF' but with {start[:4]!r}"
-
-
-def _value(cursor: _Cursor) -> tuple[str, Any]:
-    """One key with its value, or None for what nobody here asks for (long texts and lists)."""
-    key = cursor.text().decode("utf-8", "replace")
-    kind = cursor.number(_U32)
-    if kind in _SCALARS:
-        return key, cursor.number(_SCALARS[kind])
-    if kind == _STRING:
-        if key.startswith("general."):
-            return key, _kept_text(cursor)
-        cursor.skip(cursor.number(_U64))
-        return key, None
-    if kind == _ARRAY:
-        return key, _array(cursor, key)
-    raise _Unusable(f"its header is damaged: {key[:80]!r} is of the unknown type {kind}")
-
-
-def _kept_text(cursor: _Cursor) -> str | None:
-    """Descriptions can be long and are not wanted; names are short."""
-    length = cursor.number(_U64)
-    if length > _MAX_TEXT:
-        cursor.skip(length)
-        return None
-    return cursor.take(length).decode("utf-8", "replace")
-
-
-def _array(cursor: _Cursor, key: str) -> list[Any] | None:
-    kind, count = cursor.number(_U32), cursor.number(_U64)
-    if kind == _STRING:
-        cursor.skip_strings(count)
-        return None
-    layout = _SCALARS.get(kind)
-    if layout is None:
-        raise _Unusable(f"its header is damaged: the list {key[:80]!r} is of the unknown type {kind}")
-    if count > _MAX_KEPT_ARRAY:
-        cursor.skip(count * layout.size)
-        return None
-    return [item for (item,) in layout.iter_unpack(cursor.take(count * layout.size))]
-
-
-def _tensor_table(cursor: _Cursor, count: int) -> _Tensors:
-    table = _Tensors()
-    sized = []
-    for name, dims, kind, offset in (_tensor(cursor) for _ in range(count)):
-        per_block, block_bytes = _BLOCKS.get(kind, (0, 0))
-        size = -(-math.prod(dims) // per_block) * block_bytes if per_block else None
-        sized.append((offset, size, name))
-    sized.sort(key=lambda tensor: tensor[0])
-    following = [offset for offset, _, _ in [*sized, *sized[-1:]][1:]]
-    for (offset, size, name), after in zip(sized, following, strict=True):
-        # A type that is not known ends where the next tensor begins; only the last has to be taken on trust.
-        known = size if size is not None else after - offset
-        table.total += known
-        table.end = max(table.end, offset + known)
-        expert = _EXPERTS.match(name)
-        if expert:
-            layer = int(expert[1])
-            table.experts[layer] = table.experts.get(layer, 0) + known
-    return table
-
-
-def _tensor(cursor: _Cursor) -> tuple[bytes, tuple[int, ...], int, int]:
-    name = cursor.text()
-    rank = cursor.number(_U32)
-    if rank > 4:
-        raise _Unusable(f"its header is damaged: the tensor {name[:80]!r} has {rank} dimensions")
-    *dims, kind, offset = struct.unpack(f"<{rank}QIQ", cursor.take(8 * rank + 12))
-    return name, tuple(dims), kind, offset
-
-
 def _block_counts(values: Values, arch: str) -> tuple[int, int]:
     blocks, drafts = _whole(values, f"{arch}.block_count"), _whole(values, f"{arch}.nextn_predict_layers", 0)
     if not 1 <= blocks <= _MAX_BLOCKS or drafts > blocks:
-        raise _Unusable(f"its header is damaged: it claims {blocks} blocks, {drafts} of them for drafts")
+        raise Unusable(f"its header is damaged: it claims {blocks} blocks, {drafts} of them for drafts")
     return blocks, drafts
 
 
@@ -458,7 +255,7 @@ def _text(values: Values, key: str, default: str | None = None) -> str:
     if isinstance(value, str) and value:
         return value
     if default is None:
-        raise _Unusable(f"its header has no {key}")
+        raise Unusable(f"its header has no {key}")
     return default
 
 
@@ -469,8 +266,8 @@ def _whole(values: Values, key: str, default: int | None = None) -> int:
     if key not in values:
         kind = values.get("general.type", "model")
         what = f"a {kind} file" if isinstance(kind, str) and kind != "model" else "not a language model"
-        raise _Unusable(f"its header has no {key}: it is {what}")
-    raise _Unusable(f"its {key} is not a whole number")
+        raise Unusable(f"its header has no {key}: it is {what}")
+    raise Unusable(f"its {key} is not a whole number")
 
 
 def _per_layer(values: Values, key: str, blocks: int, default: int | None) -> list[int]:
@@ -481,5 +278,5 @@ def _per_layer(values: Values, key: str, blocks: int, default: int | None) -> li
     if not isinstance(value, list):
         return [_whole(values, key, default)] * blocks
     if not value or not all(isinstance(item, int) and item >= 0 for item in value):
-        raise _Unusable(f"its {key} is not a list of whole numbers")
+        raise Unusable(f"its {key} is not a list of whole numbers")
     return [*value, *[value[-1]] * (blocks - len(value))][:blocks]

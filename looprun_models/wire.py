@@ -90,12 +90,16 @@ class Record:
 
     @classmethod
     def read(cls, path: str) -> Record | None:
-        """None when there is no such record, or one that another version wrote and this one cannot use."""
+        """None when there is no record. One of another version lacks what this one does not know: that is None in it,
+        so that its server can still be found and stopped."""
         try:
             with open(path, encoding="utf-8") as file:
-                return cls(**json.load(file))
-        except (OSError, ValueError, KeyError, TypeError):
+                found = json.load(file)
+        except (OSError, ValueError):
             return None
+        if not isinstance(found, dict) or not {"supervisor_pid", "child_pid", "lease_port", "token"} <= found.keys():
+            return None
+        return cls(**{name: found.get(name) for name in cls.__annotations__})
 
 
 class Channel:

@@ -34,7 +34,7 @@ import looprun_models
 from looprun_models import errors
 from looprun_models.errors import EngineDied, LooprunError
 from looprun_models.progress import Progress
-from looprun_models.servers import list_servers
+from looprun_models.records import list_servers
 from looprun_models.settings import load_settings
 from looprun_models.wire import Record, get_json, identify, proves
 from tests.engines import Behaviour, end_engine, make_engine
@@ -244,7 +244,7 @@ def test_version() -> None:
     assert (done.exit_code, done.stdout) == (0, f"looprun-models {looprun_models.__version__}\n")
 
 
-@pytest.mark.parametrize("words", [("bogus",), ("models", "bogus"), ("models", "list", "--bogus"), ("models", "ask")])
+@pytest.mark.parametrize("words", [("bogus",), ("models", "bogus"), ("models", "list", "--bogus")])
 def test_what_is_no_command_is_a_usage_error(words: tuple[str, ...]) -> None:
     done = run(*words)
     assert (done.exit_code, done.stdout) == (2, "")
@@ -947,8 +947,9 @@ def test_ask_prints_the_answer_and_tells_the_rest_on_the_side(
     run("models", "stop", alias)
 
 
-def test_ask_without_a_question(profile: Profile) -> None:
+def test_ask_without_a_question() -> None:
     assert "what should ram16 be asked?" in failed(run("models", "ask", "ram16"), 2)
+    assert "what should the model be asked?" in failed(run("models", "ask"), 2)
 
 
 def test_logs_end_and_follow(profile: Profile, fake: Callable[..., Path]) -> None:

@@ -28,10 +28,11 @@ from looprun_models.errors import (
     UsageError,
     WeightsMissing,
 )
+from looprun_models.lease import stop_server
 from looprun_models.progress import Progress
+from looprun_models.records import list_servers
 from looprun_models.registry import resolve_alias
 from looprun_models.runtimes.external import ExternalRuntime, http_options
-from looprun_models.servers import list_servers, stop_server
 from looprun_models.settings import load_settings
 from looprun_models.testing import Asked, LoopbackServer, Reply
 from tests.helpers import free_port, gone, wait_for

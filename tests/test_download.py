@@ -92,12 +92,8 @@ def left_in(folder: Path) -> list[str]:
 
 
 def test_resolve_says_what_the_file_is_and_fetches_nothing(hub: HubServer) -> None:
-    assert ask(hub) == RemoteFile(
-        REPO, COMMIT, FILE, len(CONTENT), SHA256, f"{hub.url}/{REPO}/resolve/{COMMIT}/{FILE}"
-    )
-    assert [(request.method, request.path) for request in hub.requests] == [
-        ("HEAD", f"/{REPO}/resolve/main/{FILE}")
-    ]
+    assert ask(hub) == RemoteFile(REPO, COMMIT, FILE, len(CONTENT), SHA256, f"{hub.url}/{REPO}/resolve/{COMMIT}/{FILE}")
+    assert [(request.method, request.path) for request in hub.requests] == [("HEAD", f"/{REPO}/resolve/main/{FILE}")]
 
 
 def test_resolve_asks_for_the_pinned_revision(hub: HubServer) -> None:
@@ -119,9 +115,7 @@ def test_fetch_puts_the_file_under_its_name_and_tells_how_far_it_is(hub: HubServ
     assert heard[len(steps) :] == [Progress("hashing", total, total)]
 
 
-def test_fetch_prints_no_bar_of_its_own(
-    hub: HubServer, target: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_fetch_prints_no_bar_of_its_own(hub: HubServer, target: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fetch(ask(hub), target)
     assert capfd.readouterr() == ("", "")
 
@@ -152,9 +146,7 @@ def test_a_token_in_the_hub_clients_own_file_is_used(hub: HubServer, tmp_path: P
 
 
 @pytest.mark.parametrize("ignore_ranges", [False, True])
-def test_a_connection_that_breaks_once_is_taken_up_again(
-    hub: HubServer, target: Path, ignore_ranges: bool
-) -> None:
+def test_a_connection_that_breaks_once_is_taken_up_again(hub: HubServer, target: Path, ignore_ranges: bool) -> None:
     remote = ask(hub)
     hub.faults = Faults(cut_at=2 * CHUNK + 7)
     done: list[int] = []
@@ -289,9 +281,7 @@ def test_offline_mode_asks_nobody(hub: HubServer, monkeypatch: pytest.MonkeyPatc
     assert hub.requests == []
 
 
-@pytest.mark.parametrize(
-    "address", ["hub.example", "ftp://hub.example", "http://", "http://hub:port", "http://a b"]
-)
+@pytest.mark.parametrize("address", ["hub.example", "ftp://hub.example", "http://", "http://hub:port", "http://a b"])
 def test_an_endpoint_that_is_no_address(address: str) -> None:
     with told(BadSetting, exit_code=2, message="HF_ENDPOINT", hint="unset HF_ENDPOINT"):
         resolve(spec(), load_settings({"HF_ENDPOINT": address}))
@@ -307,9 +297,7 @@ def test_a_blank_endpoint_is_the_hub_itself(blank: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
     monkeypatch.setattr(constants, "ENDPOINT", blank)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", blank + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", blank + "/{repo_id}/resolve/{revision}/{filename}")
     resolve(spec(), load_settings({"HF_ENDPOINT": blank}))
     assert asked == [f"{constants.HUGGINGFACE_CO_URL_HOME}{REPO}/resolve/main/{FILE}"]
 
@@ -334,9 +322,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_fetched(
     assert not target.parent.exists()
 
 
-def test_a_disk_that_fills_up_on_the_way(
-    hub: HubServer, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_on_the_way(hub: HubServer, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

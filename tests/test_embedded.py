@@ -39,9 +39,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def run(*flags: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *flags], capture_output=True, text=True, timeout=LOAD_S, env=environment(**extra)
-    )
+    return subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=LOAD_S, env=environment(**extra))
 
 
 def free_port() -> int:
@@ -383,9 +381,7 @@ def test_a_signal_ends_it_while_idle(
 
 @pytest.mark.engine
 @posix
-def test_a_signal_ends_it_while_it_streams(
-    start: Callable[..., Child], tiny_gguf: Callable[[str], Path]
-) -> None:
+def test_a_signal_ends_it_while_it_streams(start: Callable[..., Child], tiny_gguf: Callable[[str], Path]) -> None:
     child = start("-m", str(tiny_gguf("tiny-qwen35-mtp-loop")), "-c", "4096", "-np", "1")
     child.wait_for_health()
     connection = http.client.HTTPConnection("127.0.0.1", child.port, timeout=LOAD_S)

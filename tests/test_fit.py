@@ -12,11 +12,11 @@ import pytest
 
 from looprun_models.fit import MIB, WARM_AGENTS, Fit, Sizing, fit_plan
 from looprun_models.gguf import GgufHeader, read_header
-from looprun_models.launch import Options
+from looprun_models.lease import Lease
 from looprun_models.machine import Machine
 from looprun_models.registry import resolve_alias
+from looprun_models.request import Options
 from looprun_models.runtime import LlamaCppRuntime
-from looprun_models.servers import Lease
 
 GIB = 1 << 30
 SENTENCE = "You are agent {}. You know every stone, lock and ferry between the old mill and the sea. "

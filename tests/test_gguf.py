@@ -530,7 +530,7 @@ def test_file_written_by_the_reference_library(tmp_path: Path) -> None:
 def test_block_sizes_are_those_of_the_reference_library() -> None:
     from gguf import GGML_QUANT_SIZES
 
-    from looprun_models.gguf import _BLOCKS
+    from looprun_models.ggufformat import _BLOCKS
 
     assert {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}.items() <= _BLOCKS.items()
 

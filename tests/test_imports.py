@@ -20,10 +20,10 @@ REPO = Path(__file__).parent.parent
 PACKAGE = REPO / "looprun_models"
 ORDER = (
     ("_version", "profiles", "errors", "progress", "settings", "_posix", "_windows", "system"),
-    ("registry", "machine", "gguf"),
+    ("registry", "machine", "ggufformat", "gguf"),
     ("weights", "download", "engine"),
-    ("fit", "launch"),
-    ("wire", "failure", "servers"),
+    ("fit", "request", "launch"),
+    ("wire", "failure", "records", "lease", "servers"),
     ("runtime", "runtimes.external", "runtimes.mlx", "runtimes.vllm", "runtimes"),
     ("trunks", "measure"),
     ("client", "testing"),

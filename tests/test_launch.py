@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from looprun_models import launch
 from looprun_models.engine import Device, Engine, parse_flags
 from looprun_models.errors import (
     BadSetting,
@@ -26,9 +25,10 @@ from looprun_models.errors import (
     WeightsBad,
 )
 from looprun_models.gguf import GgufHeader
-from looprun_models.launch import LaunchPlan, Options, Request, SlotFolder, check_memory, plan_launch, read_request
+from looprun_models.launch import LaunchPlan, SlotFolder, check_memory, plan_launch
 from looprun_models.machine import Machine
 from looprun_models.registry import LocalModelSpec, resolve_alias
+from looprun_models.request import RESERVED, Options, Request, read_request
 from looprun_models.settings import load_settings
 from tests.fake_engine import help_page
 
@@ -269,11 +269,11 @@ class TestEngineFlags:
         assert made.argv[-6:] == ("--rpc", "10.0.0.2:50052", "-ncmoe", "12", "-b", "512")
         assert made.flags[-1].origin == "option"
 
-    @pytest.mark.parametrize("flag", launch.RESERVED)
+    @pytest.mark.parametrize("flag", RESERVED)
     def test_what_the_manager_decides_is_refused_with_the_way_to_change_it(self, flag: str) -> None:
         error = refused(ReservedFlag, "ram16", flag, "x")
         assert error.message == f"engine flag {flag} is decided by looprun and cannot be passed on."
-        assert error.hint == launch.RESERVED[flag]
+        assert error.hint == RESERVED[flag]
         assert error.exit_code == 2
 
     def test_a_joined_value_does_not_hide_a_reserved_flag(self) -> None:
@@ -434,7 +434,7 @@ class TestEnvironment:
 
     def test_a_machine_wide_engine_config_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         path = Path("/etc/llama.cpp/config.ini")
-        monkeypatch.setattr(launch, "system_config", lambda settings: path)
+        monkeypatch.setattr("looprun_models.launch.system_config", lambda settings: path)
         assert f"{path} exists; it can change what the recipe does not set" in plan().notes
 
     def test_the_loaders_path_is_set_where_it_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:

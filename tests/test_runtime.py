@@ -17,10 +17,10 @@ import pytest
 
 from looprun_models import local_model, local_model_status
 from looprun_models.errors import RuntimeBroken, UnknownRuntime
+from looprun_models.records import list_servers
 from looprun_models.registry import resolve_alias
 from looprun_models.runtime import LlamaCppRuntime, ModelRuntimePort, RuntimeStatus, ServerStatus, load_runtime
 from looprun_models.runtimes.external import ExternalHandle
-from looprun_models.servers import list_servers
 from looprun_models.settings import load_settings
 from looprun_models.testing import Asked, LoopbackServer, Reply
 from tests.helpers import free_port, wait_for

@@ -20,10 +20,11 @@ import pytest
 
 from looprun_models import local_model
 from looprun_models.errors import EngineDied, NotOurServer, PortInUse, ServerInUse, StartFailed, StartTimeout
-from looprun_models.launch import Options
+from looprun_models.lease import Lease, server_status, stop_server
+from looprun_models.records import list_servers
 from looprun_models.registry import resolve_alias
+from looprun_models.request import Options
 from looprun_models.runtime import LlamaCppRuntime
-from looprun_models.servers import Lease, list_servers, server_status, stop_server
 from looprun_models.settings import load_settings
 from looprun_models.wire import Record
 from tests.engines import make_engine
