@@ -37,21 +37,20 @@ def say_json(value: Any) -> None:
 
 
 def table(rows: Sequence[Sequence[str]]) -> None:
-    """Rows in columns, the first row being the head. On a terminal the last column wraps instead of the line."""
+    """Rows in columns, the first row being the head. On a narrow terminal the last column wraps, or goes below."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     indent = sum(widths) + 2 * len(widths)
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    below = room < indent + min(LEAST_WRAP, max(len(row[-1]) for row in rows))
     for row in rows:
-        *cells, last = row
-        line = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths, strict=True))
-        if indent + len(last) <= room:
-            say((line + last).rstrip())
-        elif room - indent >= LEAST_WRAP:
-            wrapped = textwrap.wrap(last, room - indent, break_on_hyphens=False)
-            say(line + f"\n{' ' * indent}".join(wrapped))
-        else:
-            say(line.rstrip())
-            say(textwrap.fill(last, room, initial_indent="    ", subsequent_indent="    "))
+        line = "".join(f"{cell.ljust(width)}  " for cell, width in zip(row, widths, strict=False))
+        if not below:
+            wrapped = textwrap.wrap(row[-1], room - indent)
+            say((line + f"\n{' ' * indent}".join(wrapped)).rstrip())
+            continue
+        say(line.rstrip())
+        if row[-1] and row is not rows[0]:
+            say(textwrap.fill(row[-1], room, initial_indent="    ", subsequent_indent="    "))
 
 
 def size(count: float) -> str:
@@ -93,15 +92,15 @@ def progress_shown() -> Iterator[OnProgress]:
 
 
 @contextlib.contextmanager
-def live_line() -> Iterator[Callable[[str], None]]:
-    """One line that changes in place; nothing at all where that cannot be."""
+def live_line() -> Iterator[Callable[[Callable[[], str]], None]]:
+    """One line that changes in place. Where that cannot be, what would make its text is not even asked."""
     if not watched():
-        yield lambda text: None
+        yield lambda make_text: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status("") as line:
-        yield lambda text: line.update(text)
+    with Console(stderr=True).status("", refresh_per_second=2) as line:
+        yield lambda make_text: line.update(make_text())
 
 
 @contextlib.contextmanager

@@ -121,31 +121,37 @@ print(client.chat.completions.create(
 
 def _run_until_ctrl_c(lease: Lease, spec: LocalModelSpec, options: Options) -> None:
     """Say how to use it and show its state. The first Ctrl-C spares other users, the second does not."""
-    told = force = False
+    pressed = 0
     with lease:
         while True:
             try:
-                if not told:
+                if pressed == 0:
                     _say_how_to_use(spec, lease, options)
-                    told = True
+                elif _stop_ours(lease, force=pressed > 1):
+                    return
                 _watch(lease)
                 return
-            except KeyboardInterrupt:
-                try:
-                    forced = lease.stop(force=force)
-                except ServerInUse as others:
-                    told = force = True
-                    note(f"\n{others.message} Ctrl-C again stops it all the same.")
-                    continue
-                note(f"\n{_stopped(lease.record, forced)}")
-                return
+            except KeyboardInterrupt:  # only counted here: one that comes while another is obeyed is not lost
+                pressed += 1
+
+
+def _stop_ours(lease: Lease, *, force: bool) -> bool:
+    """Whether it is stopped; otherwise it is said who uses it."""
+    try:
+        forced = lease.stop(force=force)
+    except ServerInUse as others:
+        note(f"\n{others.message} Ctrl-C again stops it all the same.")
+        return False
+    note(f"\n{_stopped(lease.record, forced)}")
+    return True
 
 
 def _watch(lease: Lease) -> None:
     """Returns when somebody has stopped the server; raises the cause when it died."""
     with live_line() as show:
+        show(lambda: _state_of(lease.record))
         while not (gone := lease.why_gone(wait=LIVE_EVERY)):
-            show(_state_of(lease.record))
+            show(lambda: _state_of(lease.record))
     if not isinstance(gone, ServerStopped):
         raise gone
     note(gone.message)

@@ -23,6 +23,8 @@ from tests.helpers import free_port  # noqa: E402
 SCRIPT = Path(make_tiny_gguf.__file__)
 TINY = REPO / ".cache" / f"tiny-{zlib.crc32(SCRIPT.read_bytes()):08x}"
 OURS = ("LLAMA_", "LOOPRUN_", "OPENAI_", "HF_", "XDG_", "AIP_", "HUGGING", "QWEN", "SMOLLM2")
+ENGINE = os.environ.get("LOOPRUN_TEST_ENGINE")
+"""A llama-server to run the real-engine tests on, instead of the embedded engine."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
 
@@ -47,6 +49,8 @@ def home(tmp_path: Path, probed_engine: bytes, monkeypatch: pytest.MonkeyPatch) 
     cache.mkdir(parents=True)
     (cache / "engines.json").write_bytes(probed_engine)
     monkeypatch.setenv("LOOPRUN_KEEP_ALIVE", "0")
+    if ENGINE:
+        monkeypatch.setenv("LLAMA_BIN", ENGINE)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # spinning threads starve each other when engines share two cores
     yield folder
     _, left = psutil.wait_procs(processes_of(folder), timeout=15)  # a server ends a moment after its last user
