@@ -81,10 +81,10 @@ def told(kind: type[LooprunError], *, exit_code: int, message: str, hint: str) -
     """What the block raises is what a user reads: both texts contain these words."""
     with pytest.raises(kind) as caught:
         yield
-    assert message in str(caught.value)
+    assert message in caught.value.message
     assert hint in caught.value.hint
     assert caught.value.exit_code == exit_code
-    assert "\n" not in str(caught.value)
+    assert "\n" not in caught.value.message
 
 
 def left_in(folder: Path) -> list[str]:
