@@ -11,7 +11,7 @@ import typer.core
 
 from looprun_models.errors import LooprunError
 
-from . import models, serving, status
+from . import models, serving, status, weights
 from .init import init
 from .output import note, say
 
@@ -79,6 +79,10 @@ models_app.command("list")(models.list_profiles)
 models_app.command()(status.status)
 models_app.command()(models.show)
 models_app.command()(models.pull)
+models_app.command()(weights.verify)
+models_app.command()(weights.adopt)
+models_app.command()(weights.disk)
+models_app.command()(weights.rm)
 models_app.command()(serving.serve)
 models_app.command()(serving.stop)
 models_app.command()(serving.ask)

@@ -18,6 +18,7 @@ from looprun_models.weights import MISSING, OK, inspect_weights
 from .models import fetch_weights
 from .options import Yes
 from .output import note, say, size
+from .weights import say_candidates
 
 
 def init(
@@ -47,6 +48,9 @@ def init(
     _write_choice(settings, spec)
     if engine is None:
         say(f"\nnext: {binary_status(settings).fix}\n      and then looprun init --local {spec.alias}")
+        return
+    if not have_weights and say_candidates(spec, settings):
+        say(f"\nnext: looprun models adopt {spec.alias}   (or fetch it all the same: looprun models pull {spec.alias})")
         return
     have_weights = have_weights or _fetch(spec, settings, yes)
     say(f"\nnext: looprun models {'serve' if have_weights else 'pull'} {spec.alias}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from looprun_models.errors import Declined, FolderUnwritable, NotEnoughDisk
@@ -96,32 +97,56 @@ def pull(alias: Alias = None, yes: Yes = False) -> None:
 
 def fetch_weights(spec: LocalModelSpec, settings: Settings, *, yes: bool) -> None:
     """Ask, check the disk, download. Raises Declined, NotEnoughDisk or DownloadFailed."""
-    from looprun_models.download import DISK_MARGIN, fetch, resolve
-    from looprun_models.machine import disk_free
-    from looprun_models.weights import inspect_weights
+    from looprun_models.download import bytes_kept, pull, upstream_news
+    from looprun_models.weights import ADOPTED, check_pullable, inspect_weights
 
     found = inspect_weights(spec, settings)
     if found.state == OK:
         note(f"{spec.alias} is already here.")
+        if found.origin != ADOPTED and (news := upstream_news(spec, settings, found.path)):
+            note(news)
         say(str(found.path))
         return
     if not found.path.is_absolute():
         raise FolderUnwritable(found.path.parent, spec.env_var, "there is no home folder")
-    expected = int(spec.size_bytes or spec.approx_size_gb * 1e9)
-    free = disk_free(found.path)
-    if free < expected + DISK_MARGIN:
-        raise NotEnoughDisk(
-            f"{spec.file} takes {size(expected)} and {found.path.parent} has {size(free)} free.",
-            hint=f"free some space, or set {spec.env_var} to a path on another disk",
-        )
-    licence = f", licence {spec.licence}" if spec.licence else ""
-    question = f"Fetch {spec.file} ({size(expected)}) from {spec.hf_repo}{licence} to {found.path.parent}?"
-    if not agree(question, yes=yes):
+    check_pullable(spec, found)
+    kept = sum(bytes_kept(path) for path in found.paths)
+    _check_room(spec, found.path, kept)
+    if not agree(_question(spec, found.path, kept), yes=yes):
         raise Declined("nothing was fetched.", hint=f"looprun models pull {spec.alias} --yes")
-    with progress_shown() as show_progress:
-        path = fetch(resolve(spec, settings), found.path, on_progress=show_progress)
+    try:
+        with progress_shown() as show_progress:
+            path = pull(spec, settings, found.path, on_progress=show_progress, on_note=note)
+    except KeyboardInterrupt:
+        if came := sum(bytes_kept(path) for path in found.paths):
+            note(f"\n{size(came)} are kept: looprun models pull {spec.alias} takes it up from there.")
+        raise
     note(f"{spec.alias} is whole and verified.")
     say(str(path))
+
+
+def _check_room(spec: LocalModelSpec, path: Path, kept: int) -> None:
+    """Before asking, by the profile's size: a question about what cannot be done would be a bad one."""
+    from looprun_models.download import DISK_MARGIN
+    from looprun_models.machine import disk_free
+
+    expected = int(spec.size_bytes or spec.approx_size_gb * 1e9)
+    free = disk_free(path)
+    if free < expected - kept + DISK_MARGIN:
+        here = f" ({size(kept)} of it are here)" if kept else ""
+        partial = f", or free that part with `looprun models rm {spec.alias} --partial`" if kept else ""
+        raise NotEnoughDisk(
+            f"{spec.file} takes {size(expected)}{here} and should leave {size(DISK_MARGIN)} over; "
+            f"{path.parent} has {size(free)} free.",
+            hint=f"free some space, or set {spec.env_var} to a path on another disk{partial}",
+        )
+
+
+def _question(spec: LocalModelSpec, path: Path, kept: int) -> str:
+    expected = int(spec.size_bytes or spec.approx_size_gb * 1e9)
+    here = f", {size(kept)} of it are here already" if kept else ""
+    licence = f", licence {spec.licence}" if spec.licence else ""
+    return f"Fetch {spec.file} ({size(expected)}{here}) from {spec.hf_repo}{licence} to {path.parent}?"
 
 
 def _spec_json(spec: LocalModelSpec, settings: Settings, chosen: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ EngineFlags = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Agree to the download.")]
+Agreed = Annotated[bool, typer.Option("--yes", "-y", help="Agree without being asked.")]
 Force = Annotated[bool, typer.Option("--force", help="Stop it even though others use it.")]
 Port = Annotated[
     int | None,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from looprun_models.errors import LooprunError
 from looprun_models.progress import OnProgress, Progress
 
 QUIET_INTERVAL = 10.0
@@ -22,8 +23,14 @@ LEAST_WRAP = 30
 
 
 def say(text: str = "") -> None:
-    """A result, on stdout."""
-    print(text, flush=True)
+    """A result, on stdout. Raises LooprunError when it cannot be written (a full disk)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        sys.stdout = None  # or the interpreter tries once more at its end
+        raise LooprunError(f"the output cannot be written: {error.strerror}.", hint="free some space") from error
 
 
 def note(text: str) -> None:
@@ -40,7 +47,7 @@ def table(rows: Sequence[Sequence[str]]) -> None:
     """Rows in columns, the first row being the head. On a narrow terminal the last column wraps, or goes below."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     indent = sum(widths) + 2 * len(widths)
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    room = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else sys.maxsize
     below = room < indent + min(LEAST_WRAP, max(len(row[-1]) for row in rows))
     for row in rows:
         line = "".join(f"{cell.ljust(width)}  " for cell, width in zip(row, widths, strict=False))

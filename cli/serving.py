@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import secrets
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 LIVE_EVERY = 2.0
 """Seconds between looks at the slots: more often would keep the engine from noticing that a client has left."""
 LOG_EVERY = 0.2
-HERE = (LOOPBACK, "localhost", "::1")
 
 
 def serve(
@@ -46,7 +46,7 @@ def serve(
         str | None, typer.Option(metavar="KEY", help="A key that clients must send, or `auto` to make one.")
     ] = None,
     keep_alive: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0, help="How long to stay after the last user (0).")
+        float | None, typer.Option(metavar="SECONDS", min=0, max=1e9, help="How long to stay after the last user (0).")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when ready; it runs until it is stopped.")] = False,
     timeout: Timeout = None,
@@ -57,7 +57,7 @@ def serve(
     settings = load_settings()
     alias, flags = split_words(alias, engine_flags)
     spec = resolve_alias(alias, settings)
-    if host not in HERE and not api_key:
+    if not _is_loopback(host) and api_key is None:
         raise UsageError(
             f"--host {host} would open the model to everybody who can reach this machine.",
             hint=f"looprun models serve {spec.alias} --host {host} --api-key auto",
@@ -83,6 +83,13 @@ def serve(
         note(f"It runs until {until}: looprun models stop {spec.alias}")
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: whoever it leads to
+        return False
+
+
 def _say_how_to_use(spec: LocalModelSpec, lease: Lease, options: Options) -> None:
     record = lease.record
     again = "already running" if lease.already_running else "ready"
@@ -90,7 +97,7 @@ def _say_how_to_use(spec: LocalModelSpec, lease: Lease, options: Options) -> Non
     for text in record.notes:
         note(f"note: {text}")
     say(lease.base_url)
-    if options.host not in HERE:
+    if not _is_loopback(options.host):
         note(f"from other machines and containers: the address of this one instead, port {record.port}")
     note(f"\n{_curl(spec, lease)}\n\n{_python(spec, lease, options)}\n")
 
@@ -167,9 +174,9 @@ def _state_of(record: Record) -> str:
         _, slots = get_json(record.host, record.port, "/slots", record.api_key, 1.0)
     except (OSError, ValueError):
         slots = None
-    busy = any(slot.get("is_processing") for slot in slots) if isinstance(slots, list) else None
+    busy = any(slot.get("is_processing") for slot in slots) if isinstance(slots, list) else False
     users = len(told["leases"]) if told else 0
-    state = "not answering" if busy is None else "busy" if busy else "idle"
+    state = "not answering" if slots is None else "busy" if busy else "idle"
     return f"{record.alias} on port {record.port}: {state}, {users} user{'' if users == 1 else 's'}. Ctrl-C stops it."
 
 
@@ -179,14 +186,14 @@ def stop(
     force: Force = False,
 ) -> None:
     """Stop a server; returns when it is gone and its port is free."""
-    settings = load_settings()
+    settings = load_settings(lenient=True)  # a bad variable must not keep anybody from stopping a server
     running = list_servers(settings)
     if (alias is None) != everything:
         names = ", ".join(record.alias for record in running) or "none"
         raise UsageError(f"which server? Running: {names}.", hint="looprun models stop ALIAS, or --all")
-    wanted = None if alias is None else resolve_alias(alias, settings).alias
-    found = [record for record in running if wanted in (None, record.alias)]
+    found = [record for record in running if alias is None or alias in (record.names or [record.alias])]
     if not found:
+        wanted = alias and resolve_alias(alias, settings).alias
         note(f"no server of {wanted} is running." if wanted else "no server is running.")
     refused: list[ServerInUse] = []
     for record in found:
@@ -198,7 +205,7 @@ def stop(
         list_servers(settings)  # drops the record of a supervisor that had to be killed
         note(_stopped(record, forced))
     if refused:
-        hint = refused[0].hint if wanted else "looprun models stop --all --force"
+        hint = refused[0].hint if alias else "looprun models stop --all --force"
         raise ServerInUse(" ".join(error.message for error in refused), hint=hint)
 
 

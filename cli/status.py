@@ -21,7 +21,7 @@ from looprun_models.runtime import (
     server_status_of,
 )
 from looprun_models.settings import Settings, load_settings
-from looprun_models.weights import OK
+from looprun_models.weights import OK, PARTIAL
 from looprun_models.wire import Record
 
 from .options import Alias, Json, RuntimeName
@@ -122,7 +122,10 @@ def _say_binary(binary: BinaryStatus) -> None:
 
 
 def _say_model_file(found: ModelFileStatus) -> None:
-    say(f"  weights  {found.state:<8} {found.path}" + (f": {found.note}" if found.note else ""))
+    if found.state == PARTIAL:
+        say(f"  weights  {_weights_cell(found)}  {found.path}")
+    else:
+        say(f"  weights  {found.state:<8} {found.path}" + (f": {found.note}" if found.note else ""))
     if found.fix:
         say(f"{NEXT}{found.fix}")
 

@@ -7,7 +7,9 @@ no retry (a retry repeats a long prefill), no read limit shorter than the work.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -193,8 +195,9 @@ class AsyncLocalModel(_Local, openai.AsyncOpenAI):
 
     async def _explained(self, items: AsyncIterator[Any], response: Any) -> AsyncIterator[Any]:
         try:
-            async for item in items:
-                yield item
+            async with contextlib.aclosing(items):  # type: ignore[type-var]
+                async for item in items:
+                    yield item
         except (openai.APITimeoutError, _http.TimeoutException):
             raise
         except (openai.APIConnectionError, _http.TransportError) as error:
@@ -275,7 +278,7 @@ def local_model(
     LooprunError: each names the cause and, as `hint`, the next command.
     """
     spec, handle = _start(
-        alias, runtime, auto_start, auto_download, timeout, on_progress, port, keep_alive, tuple(engine_flags)
+        alias, runtime, auto_start, auto_download, timeout, on_progress, port, keep_alive, _flags(engine_flags)
     )
     return _client(LocalModel, openai.DefaultHttpxClient, spec, handle)
 
@@ -299,7 +302,7 @@ def async_local_model(
 
     def start(progress: OnProgress) -> AsyncLocalModel:
         spec, handle = _start(
-            alias, runtime, auto_start, auto_download, timeout, progress, port, keep_alive, tuple(engine_flags)
+            alias, runtime, auto_start, auto_download, timeout, progress, port, keep_alive, _flags(engine_flags)
         )
         return _client(AsyncLocalModel, openai.DefaultAsyncHttpxClient, spec, handle)
 
@@ -324,11 +327,9 @@ def pick_runtime(
     """The runtime to use; port, keep_alive and engine_flags belong to llama.cpp and are refused with any other."""
     if runtime is None or runtime == LLAMA_CPP:
         settings = load_settings()
-        if keep_alive is not None and not keep_alive >= 0:
-            raise UsageError(
-                f"keep_alive={keep_alive} cannot be used: it takes seconds, 0 or more.", hint="leave it out"
-            )
-        options = Options(port=_checked_port(port), engine_flags=engine_flags)
+        _check_number("port", port, 1, 65535, "a port from 1 to 65535")
+        _check_number("keep_alive", keep_alive, 0, math.inf, "a number of seconds, 0 or more")
+        options = Options(port=port, engine_flags=engine_flags)
         return LlamaCppRuntime(settings, options, keep_alive=-1.0 if keep_alive is None else keep_alive)
     if port is not None or keep_alive is not None or engine_flags:
         raise UsageError(
@@ -348,6 +349,7 @@ def _start(
     keep_alive: float | None,
     engine_flags: tuple[str, ...],
 ) -> tuple[LocalModelSpec, ServerHandle]:
+    _check_number("timeout", timeout, 0.001, math.inf, "a number of seconds above 0")
     spec = resolve_alias(alias)
     port_to_model = pick_runtime(runtime, port=port, keep_alive=keep_alive, engine_flags=engine_flags)
     if auto_download:
@@ -382,10 +384,19 @@ def _copied_headers(client: Any, options: Mapping[str, Any]) -> dict[str, str]:
     return {**client._custom_headers, **(options.get("default_headers") or {})}
 
 
-def _checked_port(port: int | None) -> int | None:
-    if port is not None and not 1 <= port <= 65535:
-        raise UsageError(f"port={port} cannot be used: it takes 1 to 65535.", hint="choose another port")
-    return port
+def _check_number(name: str, value: object, least: float, most: float, accepted: str) -> None:
+    """Arguments that come out of somebody's configuration are often texts, and True is a number to Python."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and least <= value <= most):  # type: ignore[operator]
+        raise UsageError(f"{name}={value!r} cannot be used: it takes {accepted}.", hint=f"change or leave out {name}=")
+
+
+def _flags(flags: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(flags, str) or not all(isinstance(flag, str) for flag in flags or ()):
+        raise UsageError(
+            f"engine_flags={flags!r} cannot be used: it takes a list of texts.", hint='such as engine_flags=["-t", "4"]'
+        )
+    return tuple(flags or ())
 
 
 def _overflow(body: Mapping[str, Any], response: Any) -> ContextOverflowError | None:

@@ -1,199 +1,291 @@
-"""Fetch one GGUF from the Hub: `resolve` says what it is, `fetch` brings it whole and verified or not at all.
+"""Fetch a profile's GGUF: `pull` brings it whole and verified under its name, or keeps what came for the next try.
 
-Consent is the caller's business, between the two. HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean what they mean to
-huggingface_hub, which reads them itself.
+Consent is the caller's business, before it. The final name appears by a rename of a new file, never by writing into
+one that is there: a running server may have that mapped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import hashlib
 import os
-import re
 import shutil
-import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from looprun_models._version import __version__
-from looprun_models.errors import BadSetting, DownloadFailed, NotEnoughDisk
+from looprun_models.errors import DownloadFailed, NotEnoughDisk
+from looprun_models.hub import OnNote, RemoteFile, resolve
+from looprun_models.journal import Content, Journal, journal_path, lock_path, part_path, read_progress
 from looprun_models.progress import OnProgress, Progress
+from looprun_models.receipts import read_receipt, write_receipt
 from looprun_models.registry import LocalModelSpec
 from looprun_models.settings import Settings
+from looprun_models.source import Changed, Dropped, RangesUnusable, Source
+from looprun_models.system import try_lock
+from looprun_models.transfer import Transfer
+from looprun_models.weights import shard_paths
 
 DISK_MARGIN = 64 * 2**20
 """Bytes that a download leaves free: a file system filled to the last byte breaks other programs."""
-
-_ROOM = "free some space there, or let the profile's path variable name another place"
-_TOKEN = "set HF_TOKEN to a token that may read it"  # noqa: S105
-_REFUSALS: dict[str | int, tuple[str, str]] = {
-    "GatedRepoError": ("is gated: its owner wants terms accepted", f"accept them at {{page}}, then {_TOKEN}"),
-    "RepositoryNotFoundError": ("is in no public repository", f"check {{page}}; if it is private, {_TOKEN}"),
-    401: ("was refused: the Hub does not accept the token", "correct or unset HF_TOKEN"),
-    403: ("was refused to this account", f"visit {{page}}, then {_TOKEN}"),
-    404: ("is not there at this revision", "see {page}, then correct file or revision in the profile"),
-    429: ("was refused: too many requests", "wait a few minutes; the limit is higher with HF_TOKEN set"),
-    "other": ("was not given by the Hub", "try again later"),
-}
+RESTARTS = 2
+"""How often one call begins again because the file upstream is another one than the one begun."""
+LOOK = 0.1
+"""Seconds between looks at whether another pull has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """One file of one commit on the Hub.
+def pull(
+    spec: LocalModelSpec,
+    settings: Settings,
+    target: Path,
+    *,
+    on_progress: OnProgress | None = None,
+    on_note: OnNote | None = None,
+) -> Path:
+    """Download to `target`, making its folder, or take up where an earlier call stopped.
 
-    revision is the commit, size is in bytes, sha256 is None where neither profile nor Hub knows it. url is on
-    the Hub, which redirects to wherever the bytes are.
+    Of a split GGUF all parts are fetched and the first, which is what `target` names, appears last. A pull of the same
+    file in another process is waited for. on_progress hears "downloading" and "hashing", in bytes; on_note hears what
+    was worked around; both on this thread. An interrupt keeps what has arrived.
+    Raises NotEnoughDisk and DownloadFailed; what has arrived is kept wherever it can be right.
     """
+    report, note = on_progress or (lambda _: None), on_note or (lambda _: None)
+    begun: list[tuple[RemoteFile, Path]] = []
+    for _ in range(RESTARTS + 1):
+        parts = _resolve_parts(spec, settings, target, note)
+        # The Hub still names the same content, so only its etag was another: from here on the hash alone decides.
+        compare = parts != begun or not all(remote.sha256 for remote, _ in parts)
+        try:
+            _check_disk(spec, parts)
+            before, total = 0, sum(remote.size for remote, _ in parts)
+            for remote, path in parts:
+                source = Source(remote, settings, compare=compare)
+                _Pull(spec, source, path, _shifted(report, before, total), note).run()
+                before += remote.size
+        except Changed as change:
+            note(f"{spec.file} has changed upstream: {change}; starting again from the beginning.")
+            begun = parts
+        else:
+            return target
+    raise DownloadFailed(
+        f"{spec.hf_repo}/{spec.file} is another file each time it is asked for.",
+        hint="try again later, or check HF_ENDPOINT: the mirror may be in the middle of an update",
+    )
 
-    repo: str
-    revision: str
-    file: str
-    size: int
-    sha256: str | None
-    url: str
 
+def upstream_news(spec: LocalModelSpec, settings: Settings, target: Path) -> str | None:
+    """What has changed upstream since `target` was fetched, in one sentence; None when nothing has or none can say.
 
-def resolve(spec: LocalModelSpec, settings: Settings) -> RemoteFile:
-    """Ask the Hub for the profile's file, at the profile's revision or else at main. Fetches no content.
-
-    Raises BadSetting for an HF_ENDPOINT that is no address; DownloadFailed when the Hub is not reached, will
-    not give the file, or has another than the one that the profile pins.
+    Only a profile without a pin is asked about. Nothing is fetched, and the file stays as it is.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-    endpoint, name = _endpoint(settings.environ.get("HF_ENDPOINT", "")), f"{spec.hf_repo}/{spec.file}"
-    with _explained(name, page=f"{endpoint}/{spec.hf_repo}"):
-        url = hf_hub_url(spec.hf_repo, spec.file, revision=spec.revision, endpoint=endpoint)
-        found = get_hf_file_metadata(url, endpoint=endpoint)
-    if not found.commit_hash or found.size is None:
-        hint = "check HF_ENDPOINT, and whether a proxy or a log-in page stands in between"
-        raise DownloadFailed(f"{endpoint} does not answer like a Hub when asked for {name}.", hint=hint)
-    # For large files the Hub's etag is the content's sha256; for small ones a git hash, which proves less.
-    etag = found.etag if re.fullmatch(r"[0-9a-f]{64}", found.etag or "") else None
-    for field, pinned, there in (("size_bytes", spec.size_bytes, found.size), ("sha256", spec.sha256, etag)):
-        if pinned and there and pinned != there:
-            values = f"{field} is {there} on the Hub and {pinned} in the profile"
-            why = f"{name} is not the file that the profile {spec.alias} pins: {values}."
-            raise DownloadFailed(why, hint=f"correct {spec.origin}, or pin a revision there")
-    url = hf_hub_url(spec.hf_repo, spec.file, revision=found.commit_hash, endpoint=endpoint)
-    return RemoteFile(spec.hf_repo, found.commit_hash, spec.file, found.size, spec.sha256 or etag, url)
-
-
-def fetch(remote: RemoteFile, target: Path, *, on_progress: OnProgress | None = None) -> Path:
-    """Download to `target`, making its folder; only the whole verified file gets that name.
-
-    on_progress hears the phases "downloading" and "hashing", in bytes, on this thread. A broken connection is
-    taken up again within one call; nothing is kept for a later one, whatever ends it, KeyboardInterrupt too.
-    Raises NotEnoughDisk, before the first byte where that can be known, and DownloadFailed.
-    """
-    report, folder = on_progress or (lambda _: None), target.parent
-    page = remote.url.partition("/resolve/")[0]
-    with _explained(f"{remote.repo}/{remote.file}", page=page, folder=folder):
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        free, need = shutil.disk_usage(there).free, remote.size + DISK_MARGIN
-        if free < need:
-            have = f"{folder} has {free / 1e9:.2f} GB free"
-            raise NotEnoughDisk(f"{remote.file} needs {need / 1e9:.2f} GB, and {have}.", hint=_ROOM)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Beside the target, so that the rename is atomic; a folder each, so that no two pulls share a file.
-        prefix = f".looprun-pull-{os.getpid()}-"
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as staging:
-            staged = Path(staging) / target.name
-            _download(remote, staged, report)
-            _verify(remote, staged, report)
-            staged.replace(target)
-    return target
-
-
-def _endpoint(variable: str) -> str:
-    from huggingface_hub import constants
-
-    # Always passed on: huggingface_hub reads it once, at import, and takes a blank one for an address.
-    if not (named := variable.strip().rstrip("/")):
-        return constants.ENDPOINT.strip() or constants.HUGGINGFACE_CO_URL_HOME.rstrip("/")
-    # What is no address makes the HTTP library raise something that is no HTTPError.
-    if not re.fullmatch(r"https?://([\w.-]+|\[[\da-f:]+\])(:\d{1,5})?(/[\w./~%-]*)?", named, re.IGNORECASE):
-        raise BadSetting("HF_ENDPOINT", named, "an http:// or https:// address")
-    return named
-
-
-def _download(remote: RemoteFile, staged: Path, report: OnProgress) -> None:
-    # Not hf_hub_download: it goes through Xet, which can stall without an error, has its own exceptions, and
-    # is turned off by a variable only. Without Xet it keeps to one signed address, which expires.
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-    class Bar:
-        # As much of tqdm as http_get uses.
-        def __init__(self, *, initial: int = 0, **_: Any) -> None:
-            self.done = 0
-            self.update(initial)
-
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def update(self, count: int) -> None:
-            self.done += count
-            report(Progress("downloading", self.done, remote.size))
-
-    headers = build_hf_headers(library_name="looprun-models", library_version=__version__)
-    # With a compressed body, the offset at which a broken download is taken up would mean something else.
-    headers["Accept-Encoding"] = "identity"
-    with staged.open("wb") as file:
-        http_get(remote.url, file, headers=headers, tqdm_class=Bar)
-
-
-def _verify(remote: RemoteFile, staged: Path, report: OnProgress) -> None:
-    def expect(what: str, expected: object, got: object) -> None:
-        if got != expected:
-            why = f"{remote.file} did not arrive as it is on the Hub: {what} expected {expected}, got {got}."
-            hint = "pull again; if that does not help, a proxy or a mirror may be changing the file"
-            raise DownloadFailed(why, hint=hint)
-
-    expect("size in bytes", remote.size, staged.stat().st_size)
-    with staged.open("rb+") as file:
-        expect("first bytes", b"GGUF", file.read(4))
-        if remote.sha256:
-            digest = hashlib.sha256()
-            file.seek(0)
-            while chunk := file.read(8 * 2**20):
-                digest.update(chunk)
-                report(Progress("hashing", file.tell(), remote.size))
-            expect("sha256", remote.sha256, digest.hexdigest())
-        # Without it, the new name can outlive a power cut that the content does not.
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def _explained(name: str, *, page: str, folder: Path | None = None) -> Iterator[None]:
-    """Turn what huggingface_hub, its HTTP library and the disk raise into one message and one next step."""
-    from huggingface_hub import errors
-
+    receipt = None if spec.sha256 or spec.revision else read_receipt(target)
+    if receipt is None or not receipt.repo:
+        return None
     try:
-        yield
-    except errors.OfflineModeIsEnabled as error:
-        why = f"{name} was not fetched: huggingface_hub is in offline mode."
-        raise DownloadFailed(why, hint="unset HF_HUB_OFFLINE") from error
-    except errors.HFValidationError as error:
-        raise DownloadFailed(f"{name} is no name on the Hub: {error}", hint="correct hf_repo") from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        kinds = (type(error).__name__, status, "other")
-        why, hint = next(_REFUSALS[kind] for kind in kinds if kind in _REFUSALS)
-        raise DownloadFailed(f"{name} {why} (HTTP {status}).", hint=hint.format(page=page)) from error
-    # By this name because the HTTP library behind it differs between versions of huggingface_hub.
-    except errors.HTTPError as error:  # type: ignore[attr-defined]
-        why = f"{name}: the connection to {page} failed: {error or type(error).__name__}."
-        hint = "check the network, the proxy variables and HF_ENDPOINT, then pull again"
-        raise DownloadFailed(why, hint=hint) from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NotEnoughDisk(f"{folder} became full while {name} was fetched.", hint=_ROOM) from error
-        hint = f"check that you may write to {folder}" if folder else "check the network and HF_ENDPOINT"
-        raise DownloadFailed(f"{name} was not fetched: {str(error).splitlines()[0]}", hint=hint) from error
+        now = resolve(spec, settings)
+    except DownloadFailed:
+        return None
+    if now.sha256 in (None, receipt.sha256) and (now.sha256 or now.revision == receipt.revision):
+        return None
+    return (
+        f"{spec.hf_repo} has another {spec.file} now (commit {now.revision[:8]}; yours is {receipt.revision[:8]}, "
+        f"fetched {receipt.date[:10]}). Yours stays; move it away and pull again to have the new one."
+    )
+
+
+def bytes_kept(target: Path) -> int:
+    """How much of an unfinished download is there."""
+    found = read_progress(target)
+    return found[0] if found else 0
+
+
+def _resolve_parts(
+    spec: LocalModelSpec, settings: Settings, target: Path, note: OnNote
+) -> list[tuple[RemoteFile, Path]]:
+    first = resolve(spec, settings, on_note=note)
+    same_commit = replace(spec, revision=first.revision)
+    others = [path.name for path in shard_paths(Path(spec.file))[1:]]
+    parts = [(resolve(same_commit, settings, file=name), target.with_name(name)) for name in others]
+    return [*parts, (first, target)]
+
+
+def _check_disk(spec: LocalModelSpec, parts: list[tuple[RemoteFile, Path]]) -> None:
+    folder = parts[0][1].parent
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    missing = sum(remote.size - bytes_kept(path) for remote, path in parts if not _is_whole(remote, path))
+    free = shutil.disk_usage(there).free
+    if missing and free < missing + DISK_MARGIN:
+        need, kept = f"{(missing + DISK_MARGIN) / 1e9:.2f} GB", any(bytes_kept(path) for _, path in parts)
+        raise NotEnoughDisk(
+            f"{spec.file} needs {need}{' more' if kept else ''}, and {folder} has {free / 1e9:.2f} GB free.",
+            hint=_room(spec, kept=kept),
+        )
+
+
+def _room(spec: LocalModelSpec, *, kept: bool) -> str:
+    again = f"then `looprun models pull {spec.alias}`"
+    if kept:
+        return f"free some space there, {again}; `looprun models rm {spec.alias} --partial` frees what has arrived"
+    return f"free some space there, or set {spec.env_var} to a path on another disk, {again}"
+
+
+def _is_whole(remote: RemoteFile, target: Path) -> bool:
+    """Whether the very file is there already, by its receipt."""
+    receipt = read_receipt(target)
+    try:
+        found = target.stat()
+    except OSError:
+        return False
+    if not receipt or (receipt.size, receipt.mtime_ns) != (found.st_size, found.st_mtime_ns):
+        return False
+    return receipt.sha256 == remote.sha256 if remote.sha256 else receipt.revision == remote.revision
+
+
+def _shifted(report: OnProgress, before: int, total: int) -> OnProgress:
+    return lambda step: report(Progress(step.phase, before + step.done, total))
+
+
+class _Pull:
+    """One file to one path."""
+
+    def __init__(self, spec: LocalModelSpec, source: Source, target: Path, report: OnProgress, note: OnNote) -> None:
+        self.spec, self.source, self.target, self.report, self.note = spec, source, target, report, note
+        self.remote = source.remote
+
+    def run(self) -> None:
+        with self._disk_explained():
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            with self._alone():
+                if _is_whole(self.remote, self.target):
+                    return
+                while not self._finish(self._fetched()):
+                    self.note(f"{self.target.name}: another program took the unfinished file; looking again.")
+
+    def _fetched(self) -> tuple[int, str]:
+        """The part file is whole and right: its inode and sha256."""
+        remote, ranged = self.remote, True
+        content = Content(remote.repo, remote.revision, remote.size, remote.sha256)
+        while True:
+            kept = bytes_kept(self.target)
+            with Journal.open(self.target, content) as journal:
+                if kept and not journal.resumed:
+                    self.note(f"{remote.file} has changed upstream since it was begun; starting from the beginning.")
+                try:
+                    digest = Transfer(self.source, journal, ranged=ranged).run(self.report, self.note)
+                except RangesUnusable as why:
+                    if not ranged:
+                        raise DownloadFailed(f"{remote.name}: its server {why}.", hint="try again later") from None
+                    self.note(f"The server of {remote.file} {why}: fetched in one stream from the beginning.")
+                    ranged = False
+                    continue
+                except Dropped as drop_:
+                    raise self._gave_up(drop_, journal.bytes_done) from None
+                except (Changed, DownloadFailed) as error:
+                    if isinstance(error, Changed) or not journal.bytes_done:
+                        _drop_part(self.target)
+                    raise
+            if remote.sha256 in (None, digest):
+                if not remote.sha256:
+                    self.note(f"The Hub gives no sha256 for {remote.file}: only its size and first bytes were checked.")
+                return journal.inode, digest
+            _drop_part(self.target)
+            if not journal.resumed:
+                raise self._mismatch(digest)
+            self.note(f"{remote.file}: what an earlier pull had kept is not right; fetching it again from the start.")
+
+    def _mismatch(self, digest: str) -> DownloadFailed:
+        hashes = f"sha256 expected {self.remote.sha256}, got {digest}"
+        return DownloadFailed(
+            f"{self.remote.file} did not arrive as it is on the Hub: {hashes}.",
+            hint="pull again; if that does not help, a proxy or a mirror may be changing the file",
+        )
+
+    def _gave_up(self, drop_: Dropped, done: int) -> DownloadFailed:
+        resumes = f"looprun models pull {self.spec.alias}"
+        kept = f" {done / 1e6:,.1f} of {self.remote.size / 1e6:,.1f} MB are kept." if done else ""
+        if drop_.failure:
+            return DownloadFailed(f"{drop_.failure.message}{kept}", hint=drop_.failure.hint)
+        hint = f"check the network, then `{resumes}`" + (", which takes it up from there" if done else "")
+        return DownloadFailed(f"{self.remote.name}: {drop_.why}, again and again.{kept}", hint=hint)
+
+    def _finish(self, fetched: tuple[int, str]) -> bool:
+        """Give the part its name; False when the part is another program's by now, which no lock prevented."""
+        inode, digest = fetched
+        part, remote = part_path(self.target), self.remote
+        try:
+            with part.open("r+b") as file:
+                if os.fstat(file.fileno()).st_ino != inode:
+                    return False
+                os.fsync(file.fileno())  # without it, the new name can outlive a power cut that the content does not
+            part.replace(self.target)
+        except FileNotFoundError:
+            return _is_whole(remote, self.target)
+        journal_path(self.target).unlink(missing_ok=True)
+        write_receipt(self.target, repo=remote.repo, revision=remote.revision, size=remote.size, sha256=digest)
+        return True
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the target's lock, which the system drops with its holder; meanwhile tell how far that one is."""
+        path, waiting = lock_path(self.target), False
+        while True:
+            file = path.open("a+b")
+            try:
+                while not _locked(file.fileno()):
+                    if not waiting:
+                        waiting = True
+                        self.note(f"Another pull of {self.target.name} is running; waiting for it.")
+                    if found := read_progress(self.target):
+                        self.report(Progress("downloading", *found))
+                    time.sleep(LOOK)
+                if _same_file(file.fileno(), path):  # else its holder removed it when it was done
+                    break
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # Windows keeps files that are open; the next pull uses it again
+                path.unlink()
+            file.close()
+
+    @contextmanager
+    def _disk_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            folder = self.target.parent
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                why = f"{self.remote.name} was not fetched: {error}"
+                raise DownloadFailed(why, hint=f"check that you may write to {folder}") from error
+            kept = bytes_kept(self.target)
+            need, free = self.remote.size - kept, shutil.disk_usage(folder).free
+            why = f"{folder} became full: {need / 1e6:,.1f} MB more are needed and {free / 1e6:,.1f} MB are free."
+            raise NotEnoughDisk(
+                f"{why} What has arrived ({kept / 1e6:,.1f} MB) is kept.", hint=_room(self.spec, kept=True)
+            ) from error
+
+
+def _drop_part(target: Path) -> None:
+    """Remove an unfinished download that cannot be right; the lock, which is ours, stays."""
+    part_path(target).unlink(missing_ok=True)
+    journal_path(target).unlink(missing_ok=True)
+
+
+def _locked(handle: int) -> bool:
+    """Also true where the file system knows no locks: what follows is right without one, only not thrifty."""
+    try:
+        return try_lock(handle)
+    except OSError:
+        return True
+
+
+def _same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False

@@ -97,7 +97,8 @@ def find_engine(settings: Settings) -> Engine:
     if settings.llama_bin is not None:
         why = skipped[0]
         raise EngineMissing(
-            f"LLAMA_BIN={why.path} cannot be used: {why.why}.", hint="point LLAMA_BIN at a llama-server, or unset it"
+            f"LLAMA_BIN={settings.llama_bin} cannot be used: {why.why}.",
+            hint="point LLAMA_BIN at a llama-server, or unset it",
         )
     raise EngineMissing("no usable llama-server was found.", hint=INSTALL_HINT, skipped=map(str, skipped))
 
@@ -321,6 +322,8 @@ def _probe(
     except subprocess.TimeoutExpired:
         return f"it did not answer {question} within {PROBE_TIMEOUT:g} s"
     except OSError as error:
+        if isinstance(error, PermissionError):
+            return "it, or a program it needs, may not be run by this user (Permission denied)"
         return f"it cannot be run on this machine ({error.strerror}): wrong architecture, or not a program"
     if done.returncode == 0:
         return done

@@ -2,7 +2,7 @@
 
     LooprunError                    exit 1   anything that is not a bug
     ├── UsageError                  exit 2   what was typed or set is wrong
-    │   ├── UnknownAlias, BadSetting, BadProfile, BadChoice, ReservedFlag, UnknownRuntime
+    │   ├── UnknownAlias, BadSetting, BadProfile, BadChoice, BadPaths, ReservedFlag, UnknownRuntime
     ├── StartFailed                 exit 3   the server did not come up, or went down while it was needed
     │   ├── EngineDied, StartTimeout, NotOurServer, ServerStopped
     ├── Missing                     exit 4   something needed is not there
@@ -77,6 +77,14 @@ class BadChoice(BadProfile):
 
     def __init__(self, path: Path, why: str) -> None:
         UsageError.__init__(self, f"{path}: {why}", hint="looprun init   (writes the choice anew)")
+        self.path, self.why = path, why
+
+
+class BadPaths(BadProfile):
+    """The file that names the adopted weights cannot be read."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        UsageError.__init__(self, f"{path}: {why}", hint=f"edit or remove {path}")
         self.path, self.why = path, why
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +129,18 @@ def read_header(path: Path) -> GgufHeader:
     Raises WeightsMissing when nothing is there, and WeightsBad, saying why, when it is not a whole GGUF of a
     language model. Any bytes at all end in one of these or in a header.
     """
+    with _opened(path) as cursor:
+        return _parse(path, cursor)
+
+
+def check_part(path: Path) -> None:
+    """Check a later part of a split GGUF, which has tensors and no facts of the model; raises like `read_header`."""
+    with _opened(path) as cursor:
+        _tables(cursor, first=False)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Cursor]:
     try:
         found = path.stat()
         if stat.S_ISDIR(found.st_mode):
@@ -134,7 +148,7 @@ def read_header(path: Path) -> GgufHeader:
         if not stat.S_ISREG(found.st_mode):
             raise WeightsBad(f"{path} is not a regular file.")
         with path.open("rb") as file:
-            return _parse(path, Cursor(file, os.fstat(file.fileno()).st_size))
+            yield Cursor(file, os.fstat(file.fileno()).st_size)
     except (FileNotFoundError, NotADirectoryError) as error:
         broken = ": it is a link to a file that is gone" if path.is_symlink() else ""
         raise WeightsMissing(f"{path} is not there{broken}.") from error
@@ -146,13 +160,20 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _parse(path: Path, cursor: Cursor) -> GgufHeader:
+    version, values, table, data_start = _tables(cursor, first=True)
+    shards = _whole(values, "split.count", 1)
+    return _header(path, cursor.size, version, values, table, data_start, max(shards, 1))
+
+
+def _tables(cursor: Cursor, *, first: bool) -> tuple[int, Values, Tensors, int]:
+    """Version, values, tensors and where their data starts; all of the data is there."""
     version = version_of(cursor)
     tensors, count = cursor.count(), cursor.count()
     if tensors > MAX_TENSORS or count > MAX_VALUES:
         raise Unusable(f"its header is damaged: it claims {tensors} tensors and {count} values")
     values = dict(value_at(cursor) for _ in range(count))
     shards = _whole(values, "split.count", 1)
-    if "general.architecture" not in values and shards > 1:
+    if first and "general.architecture" not in values and shards > 1:
         raise Unusable(f"it is part {_whole(values, 'split.no', 0) + 1} of {shards}: name the first part")
     table = tensor_table(cursor, tensors)
     alignment = _whole(values, "general.alignment", 32)
@@ -161,7 +182,7 @@ def _parse(path: Path, cursor: Cursor) -> GgufHeader:
     data_start = -(-cursor.offset // alignment) * alignment if tensors else cursor.offset
     if data_start + table.end > cursor.size:
         raise Unusable(f"it is cut short: {cursor.size} of {data_start + table.end} bytes")
-    return _header(path, cursor.size, version, values, table, data_start, max(shards, 1))
+    return version, values, table, data_start
 
 
 def _header(

@@ -73,6 +73,7 @@ class LaunchPlan:
         """What the record of a server of this plan says before it is started."""
         return {
             "alias": self.spec.alias,
+            "names": [self.spec.alias, *self.spec.short],
             "served_id": self.spec.served_id,
             "fingerprint": self.fingerprint,
             "host": self.host,
@@ -94,7 +95,8 @@ def summarise(plan: LaunchPlan) -> str:
     """The plan in a few words: "ctx 24576, KV q8_0, cache 512 MiB, draft-mtp"."""
     words = {word: flag.words[-1] for flag in plan.flags for word in flag.words[:1]}
     drafts = f", {words['--spec-type']}" if "--spec-type" in words else ""
-    return f"ctx {plan.ctx}, KV {words['-ctk']}, RAM cache {words['--cache-ram']} MiB{drafts}"
+    kv = words["-ctk"] if words["-ctk"] == words["-ctv"] else f"{words['-ctk']}/{words['-ctv']}"
+    return f"ctx {plan.ctx}, KV {kv}, RAM cache {words['--cache-ram']} MiB{drafts}"
 
 
 def plan_launch(
@@ -106,6 +108,7 @@ def plan_launch(
     port: int,
     engine: Engine,
     model: Path,
+    model_origin: str = "profile",
     header: GgufHeader | None,
     machine: Machine,
     devices: tuple[Device, ...] = (),
@@ -129,7 +132,8 @@ def plan_launch(
     )
     fit = fit_plan(header, sizing, machine, devices, as_quoted=options.as_quoted) if header else None
     api_key = options.api_key or (None if engine.has("--cors-origins") else options.spare_key) or None
-    flags = _recipe(spec, settings, request, options, port, engine, model, machine, fit, slots.path)
+    weights = Flag(("-m", str(model)), model_origin, "the weights")
+    flags = _recipe(spec, settings, request, options, port, engine, weights, machine, fit, slots.path)
     _check_flags(flags, engine)
     needs_path = not engine.embedded and (engine.library_path or machine.system == "Darwin")
     env, dropped = child_environ(settings, library_path=engine.path.parent if needs_path else None)
@@ -164,11 +168,13 @@ def check_memory(plan: LaunchPlan, running: Iterable[str] = (), *, smaller: str 
     steps = [f"a smaller tier: looprun models serve {smaller}"] if smaller else []
     if plan.ctx > 8192:
         steps.append("a shorter context: LLAMA_CTX=8192")
-    steps.append("or start it all the same: --force")
+    if fit.total - fit.cache < fit.available:
+        steps.append(f"a smaller RAM prompt cache: LLAMA_CACHE_RAM={(fit.available - fit.total + fit.cache) >> 20}")
+    steps.append("start it all the same: --force")
     raise NotEnoughMemory(
         f"{plan.spec.alias} does not fit: it takes {gib(fit.total)} and {gib(fit.available)} are available.\n"
         f"  {fit.arithmetic()}" + "".join(f"\n  {line}" for line in running),
-        hint="; ".join(steps),
+        hint="; or ".join(steps),
     )
 
 
@@ -222,7 +228,7 @@ def _recipe(
     options: Options,
     port: int,
     engine: Engine,
-    model: Path,
+    weights: Flag,
     machine: Machine,
     fit: Fit | None,
     slot_dir: Path | None,
@@ -236,9 +242,8 @@ def _recipe(
     cache_ram = fit.cache_ram_mib if fit else request["cache_ram"]
     ports = {spec.port: "profile", settings.port: "variable LLAMA_PORT", options.port: "option"}
     port_origin = ports.get(port, "looprun")
-    named = settings.model_path(spec.env_var) is not None
     flags = [
-        Flag(("-m", str(model)), f"variable {spec.env_var}" if named else "profile", "the weights"),
+        weights,
         Flag(("--host", options.host), "looprun" if options.host == LOOPBACK else "option", "who can reach it"),
         Flag(("--port", str(port)), port_origin, "where clients find it"),
         Flag(

@@ -261,7 +261,7 @@ def _mute(record: Record) -> NotOurServer:
 
 
 def my_name() -> str:
-    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c") else "python"
     return f"{program} (pid {os.getpid()})"
 
 

@@ -39,7 +39,7 @@ def last_end(settings: Settings, alias: str) -> str | None:
 
 def newest_log(settings: Settings, alias: str) -> Path | None:
     """The log of the server of this alias that was started last."""
-    logs = list(settings.logs_dir.glob(f"{alias}-[0-9]*.log"))
+    logs = _files(settings.logs_dir, f"{alias}-[0-9]*.log")
     return max(logs, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -67,8 +67,16 @@ def locked(settings: Settings) -> Iterator[None]:
 
 def read_records(settings: Settings) -> list[Record]:
     """Every record there is, of living and of dead servers."""
-    found = (Record.read(str(path)) for path in sorted(settings.servers_dir.glob("*.json")))
+    found = (Record.read(str(path)) for path in _files(settings.servers_dir, "*.json"))
     return [record for record in found if record is not None]
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """None in a folder that is not there or is somebody else's: what lies in it is no server of this user."""
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:
+        return []
 
 
 def supervised(record: Record) -> bool:
@@ -84,7 +92,7 @@ def child_ended(record: Record) -> bool:
 def reap_dead(settings: Settings) -> list[Record]:
     """Under the lock: end servers whose supervisor was killed and drop their records; returns those that live."""
     alive = []
-    for path in sorted(settings.servers_dir.glob("*.json")):
+    for path in _files(settings.servers_dir, "*.json"):
         record = Record.read(str(path))
         if record is not None and supervised(record):
             alive.append(record)

@@ -40,9 +40,10 @@ class Measurement:
 class LocalModelSpec:
     """A measured profile.
 
-    approx_size_gb is decimal gigabytes of the GGUF; size_bytes and sha256 are set where the file is pinned. ctx is
-    tokens. cache_ram_mib is the RAM prompt cache in MiB. min_ram_gb is the machine (decimal GB) that the tier is meant
-    for. template_args reach the chat template with every request of `pinned()`. engine_flags are extra flags.
+    approx_size_gb is decimal gigabytes of the GGUF; size_bytes and sha256 are those of `file`, set where it is pinned;
+    architecture is what its header must say. ctx is tokens. cache_ram_mib is the RAM prompt cache in MiB. min_ram_gb is
+    the machine (decimal GB) that the tier is meant for. template_args reach the chat template with every request of
+    `pinned()`. engine_flags are extra flags.
     """
 
     alias: str
@@ -62,6 +63,7 @@ class LocalModelSpec:
     revision: str | None = None
     size_bytes: int | None = None
     sha256: str | None = None
+    architecture: str | None = None
     licence: str = ""
     min_ram_gb: float = 0
     tier: bool = False
@@ -127,7 +129,7 @@ def chosen_alias(settings: Settings) -> str | None:
 _TEXT = {"alias", "note", "file", "default_dir", "env_var", "hf_repo", "kv", "served_id", "licence"}
 _WHOLE = {"ctx", "cache_ram_mib", "port", "size_bytes", "ctx_checkpoints", "parallel"}
 _DECIMAL = {"approx_size_gb", "min_ram_gb"}
-_OPTIONAL_TEXT = {"spec_type", "revision", "sha256"}
+_OPTIONAL_TEXT = {"spec_type", "revision", "sha256", "architecture"}
 _TEXTS = {"short", "engine_flags"}
 _REQUIRED = _TEXT - {"licence"} | {"approx_size_gb", "ctx", "cache_ram_mib"}
 _KNOWN = {f.name for f in fields(LocalModelSpec)} - {"origin"}

@@ -63,8 +63,22 @@ RESERVED = {
     "-dr": "looprun models pull fetches the weights",
     "--docker-repo": "looprun models pull fetches the weights",
     "--reuse-port": "one server has one port",
+    "-h": "run the engine itself: looprun models show ALIAS names it",
+    "--help": "run the engine itself: looprun models show ALIAS names it",
+    "--usage": "run the engine itself: looprun models show ALIAS names it",
+    "--version": "run the engine itself: looprun models show ALIAS names it",
+    "--": "give engine flags after one `--`",
 }
-_WHOLE_NUMBERS = {"ctx": 1, "ctx_checkpoints": 0, "cache_ram": 0, "parallel": 1, "threads": 1, "gpu_layers": 0}
+LEAST_CONTEXT = 256
+"""Tokens; engines round up to it, and some end on an internal check below."""
+_WHOLE_NUMBERS = {
+    "ctx": LEAST_CONTEXT,
+    "ctx_checkpoints": 0,
+    "cache_ram": 0,
+    "parallel": 1,
+    "threads": 1,
+    "gpu_layers": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +129,10 @@ def read_request(
     slot_dir: Path | None,
 ) -> Request:
     """Merge option over variable over profile. Raises BadSetting or ReservedFlag before anything else is looked at."""
+    if options.api_key is not None and not re.fullmatch(r"[!-+\--~]+", options.api_key):
+        raise BadSetting("--api-key", "...", "printable ASCII without blanks and commas, or `auto`")
+    if settings.ctx is not None and settings.ctx < LEAST_CONTEXT:
+        raise BadSetting("LLAMA_CTX", str(settings.ctx), f"{LEAST_CONTEXT} tokens or more; engines end below that")
     of_profile, profile_extra = split_engine_flags(spec.engine_flags)
     overrides, extra = split_engine_flags(options.engine_flags)
     extra = profile_extra + extra
@@ -173,7 +191,7 @@ def _override(flag: str, name: str, text: str) -> Any:
         return text
     if name in _WHOLE_NUMBERS:
         least = _WHOLE_NUMBERS[name]
-        if not re.fullmatch(r"\d+", text) or int(text) < least:
+        if not re.fullmatch(r"[0-9]+", text) or int(text) < least:
             raise BadSetting(flag, text, f"a whole number, {least} or more", hint=hint)
         return int(text)
     if name in ("kv_k", "kv_v") and text not in KV_TYPES:

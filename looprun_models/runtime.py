@@ -27,7 +27,15 @@ from looprun_models.registry import LocalModelSpec, load_profiles
 from looprun_models.request import Options, Request, read_request
 from looprun_models.servers import Wanted, ensure_server
 from looprun_models.settings import DEFAULT_KEEP_ALIVE, Settings, load_settings, private_dir
-from looprun_models.weights import MISSING, Weights, inspect_weights, mending_error, weights_path
+from looprun_models.weights import (
+    MISSING,
+    PARTIAL,
+    Weights,
+    check_pullable,
+    inspect_weights,
+    mending_error,
+    weights_path,
+)
 from looprun_models.wire import Record, identify, proves
 
 ENTRY_POINTS = "looprun_models.runtimes"
@@ -173,9 +181,10 @@ class LlamaCppRuntime:
             return found.path
         if not download:
             raise mending_error(spec, found)
-        from looprun_models.download import fetch, resolve
+        check_pullable(spec, found)
+        from looprun_models.download import pull
 
-        return fetch(resolve(spec, self.settings), found.path, on_progress=on_progress)
+        return pull(spec, self.settings, found.path, on_progress=on_progress)
 
     def ensure_server(
         self,
@@ -245,7 +254,7 @@ class LlamaCppRuntime:
 
     def _plan(self, spec: LocalModelSpec, engine: Engine, request: Request, slots: SlotFolder, port: int) -> LaunchPlan:
         found = inspect_weights(spec, self.settings)
-        if found.state not in (weights_module.OK, MISSING):
+        if found.state == weights_module.BAD or (found.state == PARTIAL and found.path.is_file()):
             raise mending_error(spec, found)
         return plan_launch(
             spec,
@@ -255,6 +264,7 @@ class LlamaCppRuntime:
             port=port,
             engine=engine,
             model=found.path,
+            model_origin=found.origin,
             header=found.header,
             machine=inspect_machine(),
             devices=devices(engine, self.settings),

@@ -7,9 +7,11 @@ of processes end up on one server.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,13 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from looprun_models import system
-from looprun_models.errors import PortInUse, StartFailed
+from looprun_models.errors import BadSetting, NotEnoughDisk, PortInUse, StartFailed
 from looprun_models.failure import explain, log_tail
 from looprun_models.launch import LaunchPlan
 from looprun_models.lease import Lease, attach, my_name
 from looprun_models.records import locked, reap_children, reap_dead, started_here
 from looprun_models.settings import Settings, private_dir
 from looprun_models.wire import LOOPBACK, Channel, Record
+
+NEEDED_FOR_A_RECORD = 64 << 10
+"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +93,17 @@ def _free_port(wanted: Wanted, alive: list[Record]) -> int:
         if why is None and port not in ours:
             return port
         if wanted.strict:
-            holder = f"{ours[port].alias} (pid {ours[port].child_pid})" if port in ours else why or port_holder(port)
+            holder = _described(ours[port], wanted) if port in ours else why or port_holder(port)
             stop = f"stop it: looprun models stop {ours[port].alias}; or " if port in ours else ""
             raise PortInUse(
                 port, holder, hint=f"{stop}take another port: looprun models serve {wanted.alias} --port {port + 1}"
             )
     raise PortInUse(wanted.port, "other programs, and every port above it too", hint="LLAMA_PORT=20000 looprun ...")
+
+
+def _described(record: Record, wanted: Wanted) -> str:
+    same = " with other settings, or on another engine" if record.alias == wanted.alias else ""
+    return f"{record.alias}{same} (pid {record.child_pid}; {record.summary})"
 
 
 def _port_problem(host: str, port: int) -> str | None:
@@ -107,7 +117,9 @@ def _port_problem(host: str, port: int) -> str | None:
             probe.listen()
         except PermissionError:
             return "the operating system (it is reserved)"
-        except OSError:
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise BadSetting("--host", host, "an address of this machine") from error
             return ""
     return None
 
@@ -136,6 +148,11 @@ def _start(settings: Settings, plan: LaunchPlan, keep_alive: float | None) -> Le
     channel.sock.settimeout(30)
     first = channel.receive()
     if first is None or first.get("token") != token:
+        if shutil.disk_usage(settings.state_dir).free < NEEDED_FOR_A_RECORD:
+            raise NotEnoughDisk(
+                f"the disk of {settings.state_dir} is full: a server needs its record and its log there.",
+                hint="free some space, or set LOOPRUN_STATE_DIR to a folder on another disk",
+            )
         raise StartFailed("the supervisor ended before it started the engine.", hint=f"see {log}")
     if first["state"] == "died":
         channel.close()
@@ -170,9 +187,9 @@ def _expect(listener: socket.socket, supervisor: int, log: Path) -> Channel:
         except TimeoutError:
             reap_children()
             if supervisor not in started_here:
-                raise StartFailed(
-                    "the supervisor could not start: " + " ".join(log_tail(log, 3)), hint=f"see {log}"
-                ) from None
+                said = " ".join(log_tail(log, 3))
+                lost = f"install looprun-models for {sys.executable}" if "No module named 'looprun" in said else ""
+                raise StartFailed(f"the supervisor could not start: {said}", hint=lost or f"see {log}") from None
 
 
 def _fresh_log(settings: Settings, plan: LaunchPlan) -> Path:

@@ -77,8 +77,13 @@ class Settings:
         """Where `init` writes the chosen alias."""
         return self.config_dir / "config.toml"
 
+    @property
+    def paths_file(self) -> Path:
+        """Where `adopt` writes down whose file a profile uses."""
+        return self.config_dir / "paths.toml"
 
-def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
+
+def load_settings(environ: Mapping[str, str] | None = None, *, lenient: bool = False) -> Settings:
     """Read and check every variable. Raises BadSetting, naming the variable and what it takes."""
     env = dict(os.environ if environ is None else environ)
 
@@ -90,15 +95,17 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         if given is None:
             return None
         try:
-            value = kind(given)
+            value = kind(given if given.isascii() and "_" not in given else "")
         except ValueError:
-            raise BadSetting(name, given, accepted) from None
-        if not valid(value):
-            raise BadSetting(name, given, accepted)
-        return value
+            value = None
+        if value is not None and valid(value):
+            return value
+        if lenient:
+            return None
+        raise BadSetting(name, given, accepted)
 
     kv = text("LLAMA_KV")
-    if kv is not None and kv not in KV_TYPES:
+    if kv is not None and kv not in KV_TYPES and not lenient:
         raise BadSetting("LLAMA_KV", kv, " or ".join(KV_TYPES))
     home = _home(env)
     return Settings(

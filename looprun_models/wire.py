@@ -41,6 +41,7 @@ class Record:
     """
 
     alias: str
+    names: list[str]
     served_id: str
     fingerprint: str
     host: str

@@ -223,7 +223,7 @@ def test_help_shows_tiers_and_examples_as_plain_text(words: tuple[str, ...]) -> 
 def test_every_command_has_help_that_is_not_cut_off() -> None:
     shown = run("models", "-h").stdout
     assert "..." not in shown.partition("Commands:")[2]
-    for name in ("list", "status", "show", "pull", "serve", "stop", "ask", "logs"):
+    for name in ("list", "status", "show", "pull", "verify", "adopt", "disk", "rm", "serve", "stop", "ask", "logs"):
         assert re.search(rf"^  {name} ", shown, re.MULTILINE)
         page = run("models", name, "-h")
         assert page.exit_code == 0
@@ -257,7 +257,7 @@ def test_what_is_no_command_is_a_usage_error(words: tuple[str, ...]) -> None:
 EXIT_CODES = {
     1: "LooprunError Declined DownloadFailed FolderUnwritable ServerInUse RuntimeBroken ContextOverflow "
     "ServerUnavailable",
-    2: "UsageError UnknownAlias BadSetting BadProfile BadChoice ReservedFlag UnknownRuntime",
+    2: "UsageError UnknownAlias BadSetting BadProfile BadChoice BadPaths ReservedFlag UnknownRuntime",
     3: "StartFailed EngineDied StartTimeout NotOurServer ServerStopped",
     4: "Missing EngineMissing EngineTooLittle WeightsMissing WeightsBad NotEnoughMemory NotEnoughDisk",
     5: "PortInUse",
@@ -645,11 +645,11 @@ def test_pull_with_yes_fetches_and_prints_the_path_only(hub: HubServer, absent: 
     assert not CONTROL.search(done.stderr)
     assert done.stderr.count("downloading: ") <= 1, "a line every ten seconds at most"
     assert f"next: looprun models serve {alias}" in done.stderr
-    seen = len(hub.requests)
+    sent = hub.sent
     again = run("models", "pull", alias)
     assert (again.exit_code, again.stdout) == (0, f"{path}\n")
     assert "already here" in again.stderr
-    assert len(hub.requests) == seen
+    assert hub.sent == sent
 
 
 @pytest.mark.parametrize(("answer", "agreed"), [("y", True), ("YES", True), ("n", False), ("", False), ("yep", False)])

@@ -21,9 +21,10 @@ PACKAGE = REPO / "looprun_models"
 ORDER = (
     ("_version", "profiles", "errors", "progress", "settings", "_posix", "_windows", "system"),
     ("registry", "machine", "ggufformat", "gguf"),
-    ("weights", "download", "engine"),
+    ("receipts", "paths", "journal", "weights", "hub", "source", "spans", "transfer", "download", "engine"),
     ("fit", "request", "launch"),
     ("wire", "failure", "records", "lease", "servers"),
+    ("adoption", "storage"),
     ("runtime", "runtimes.external", "runtimes.mlx", "runtimes.vllm", "runtimes"),
     ("trunks", "measure"),
     ("client", "testing"),

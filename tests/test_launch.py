@@ -30,6 +30,7 @@ from looprun_models.machine import Machine
 from looprun_models.registry import LocalModelSpec, resolve_alias
 from looprun_models.request import RESERVED, Options, Request, read_request
 from looprun_models.settings import load_settings
+from looprun_models.weights import weights_path
 from tests.fake_engine import help_page
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
@@ -105,6 +106,7 @@ def plan(
     return plan_launch(
         spec, load_settings({"HOME": os.environ["HOME"], **(environ or {})}), chosen,
         request_for(spec, chosen, environ or {}), port=port, engine=by or engine(), model=MODEL, header=of,
+        model_origin=weights_path(spec, load_settings(environ or {}))[1],
         machine=on or machine(), devices=gpus, slots=slots or SlotFolder(SLOTS),
     )  # fmt: skip
 
@@ -282,8 +284,8 @@ class TestEngineFlags:
     @pytest.mark.parametrize(
         ("words", "accepted"),
         [
-            (("-c", "0"), "a whole number, 1 or more"),
-            (("-c", "8k"), "a whole number, 1 or more"),
+            (("-c", "0"), "a whole number, 256 or more"),
+            (("-c", "8k"), "a whole number, 256 or more"),
             (("--cache-ram", "-1"), "a whole number, 0 or more"),
             (("-ctk", "q4_0"), "q8_0 or f16"),
             (("-np", "0"), "a whole number, 1 or more"),
@@ -571,8 +573,8 @@ class TestFit:
         assert lines[1] == f"  {made.fit.arithmetic()}"
         assert lines[2] == f"  {other}"
         assert lines[3] == (
-            "  next: a smaller tier: looprun models serve qwen3.5-4b-ram8; a shorter context: LLAMA_CTX=8192; "
-            "or start it all the same: --force"
+            "  next: a smaller tier: looprun models serve qwen3.5-4b-ram8; or a shorter context: LLAMA_CTX=8192; or "
+            "start it all the same: --force"
         )
         assert raised.value.exit_code == 4
 
@@ -580,7 +582,7 @@ class TestFit:
         made = plan("ram8", environ={"LLAMA_CTX": "8192"}, on=machine(1 * GB))
         with pytest.raises(NotEnoughMemory) as raised:
             check_memory(made, [])
-        assert raised.value.hint == "or start it all the same: --force"
+        assert raised.value.hint == "start it all the same: --force"
 
     def test_what_fits_is_not_refused(self) -> None:
         check_memory(plan("ram16"), [])

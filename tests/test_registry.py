@@ -145,7 +145,7 @@ def test_two_user_files_cannot_share_a_name(write: Write) -> None:
 
 def test_unknown_keys_are_named_with_the_known_ones(write: Write) -> None:
     why = refusal(write(contex="4096", origin='"/x"'))
-    assert why.startswith("unknown keys: contex, origin; known: alias, approx_size_gb, cache_ram_mib, ctx,")
+    assert why.startswith("unknown keys: contex, origin; known: alias, approx_size_gb, architecture, cache_ram_mib,")
 
 
 def test_missing_keys_are_all_named(write: Write) -> None:
