@@ -7,7 +7,6 @@ no retry (a retry repeats a long prefill), no read limit shorter than the work.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import math
 import threading
@@ -195,9 +194,8 @@ class AsyncLocalModel(_Local, openai.AsyncOpenAI):
 
     async def _explained(self, items: AsyncIterator[Any], response: Any) -> AsyncIterator[Any]:
         try:
-            async with contextlib.aclosing(items):  # type: ignore[type-var]
-                async for item in items:
-                    yield item
+            async for item in items:
+                yield item
         except (openai.APITimeoutError, _http.TimeoutException):
             raise
         except (openai.APIConnectionError, _http.TransportError) as error:

@@ -126,6 +126,7 @@ def chosen_alias(settings: Settings) -> str | None:
     return chosen
 
 
+NAME = r"[a-z0-9][a-z0-9._-]*"
 _TEXT = {"alias", "note", "file", "default_dir", "env_var", "hf_repo", "kv", "served_id", "licence"}
 _WHOLE = {"ctx", "cache_ram_mib", "port", "size_bytes", "ctx_checkpoints", "parallel"}
 _DECIMAL = {"approx_size_gb", "min_ram_gb"}
@@ -192,13 +193,16 @@ def _measurements(path: Path, value: Any) -> tuple[Measurement, ...]:
 def _check_ranges(path: Path, spec: LocalModelSpec) -> None:
     """The shape of each value; what an engine can do with it is the launch plan's business."""
     problems = [
-        (not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", spec.alias), "`alias` takes a-z, 0-9, '.', '_' and '-'"),
+        (not re.fullmatch(NAME, spec.alias), "`alias` takes a-z, 0-9, '.', '_' and '-'"),
+        (not all(re.fullmatch(NAME, name) for name in spec.short), "`short` takes names like `alias` does"),
+        (not spec.default_dir.startswith(("~", "/")) and ":" not in spec.default_dir, "`default_dir` is a whole path"),
+        (not (spec.file + spec.default_dir).isprintable(), "`file` and `default_dir` take no control characters"),
         ("," in spec.served_id or "@" in spec.served_id, "`served_id` takes no ',' and no '@'"),
         ("/" in spec.file or "\\" in spec.file or not spec.file.endswith(".gguf"), "`file` names one .gguf"),
         (not re.fullmatch(r"[A-Z_][A-Z0-9_]*", spec.env_var), "`env_var` takes A-Z, 0-9 and '_'"),
         (spec.env_var.startswith(("LLAMA_", "LOOPRUN_", "HF_")), "`env_var` starts like a variable of ours"),
         (spec.kv not in KV_TYPES, f"`kv` takes {' or '.join(KV_TYPES)}"),
-        (spec.ctx <= 0, "`ctx` must be above 0"),
+        (not 0 < spec.ctx < 1 << 31, "`ctx` must be above 0 and below 2^31"),
         (spec.cache_ram_mib < 0, "`cache_ram_mib` must be 0 or more"),
         (not 1 <= spec.port <= 65535, "`port` must be 1 to 65535"),
         (spec.ctx_checkpoints < 0, "`ctx_checkpoints` must be 0 or more"),

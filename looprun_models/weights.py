@@ -147,6 +147,8 @@ def mending_error(spec: LocalModelSpec, weights: Weights) -> LooprunError:
             f"the weights of {spec.alias} are not at {weights.path}{where}; they take {spec.approx_size_gb:g} GB.",
             hint=pull + (f"   (or correct {spec.env_var})" if where else ""),
         )
+    if weights.origin != "profile":
+        return WeightsBad(weights.why, hint=f"correct or unset {spec.env_var}, which names this file")
     return WeightsBad(weights.why, hint=f"{pull}   (puts the right file in its place; {remove} only removes it)")
 
 

@@ -98,9 +98,7 @@ def test_status_of_weights_that_are_bad(
     assert status.model_file is not None
     assert (status.model_file.state, status.model_file.path) == ("bad", str(path))
     assert str(path) in status.model_file.note
-    assert status.model_file.fix == (
-        f"looprun models pull {alias}   (puts the right file in its place; looprun models rm {alias} only removes it)"
-    )
+    assert status.model_file.fix == "correct or unset TINY_GGUF, which names this file"
     assert not status.ready_to_start
 
 
