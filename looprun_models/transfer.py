@@ -71,7 +71,8 @@ class Transfer:
             self._end()
             deadline = time.monotonic() + LONGEST_FAREWELL
             for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.ident is not None:  # Ctrl-C can come before all of them are started
+                    thread.join(max(0.0, deadline - time.monotonic()))
         if self._error:
             raise self._error
         if not self._journal.is_whole:

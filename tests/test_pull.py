@@ -247,7 +247,7 @@ def test_ctrl_c_keeps_what_came_and_says_so(hub: HubServer, target: Path, pullin
     wait_for(lambda: (read_progress(target) or (0, 0))[0] == 10 * PIECE, "half is there")
     process.send_signal(2)
     out, err = process.communicate()
-    assert (process.returncode, out) == (130, "")
+    assert (process.returncode, out) == (130, ""), err
     assert "2.6 MB are kept: looprun models pull big takes it up from there." in err
     assert "Traceback" not in err
     assert left_in(target.parent) == [part_path(target).name, journal_path(target).name]
