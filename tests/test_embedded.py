@@ -23,7 +23,7 @@ from looprun_models import embedded
 xllamacpp = pytest.importorskip("xllamacpp")
 
 LOAD_S = 90  # a tiny model loads in a second; the machine may be busy
-STOP_S = 2
+STOP_S = 10  # the hang it tells from a stop lasts 30 seconds or for ever
 COMMAND = [sys.executable, "-m", "looprun_models.embedded"]
 RECIPE = """
     -m --host --port --alias --jinja -fa -ngl --load-mode -np -c -ctk -ctv -ctxcp --cache-ram --slot-save-path
