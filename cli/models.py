@@ -121,7 +121,10 @@ def fetch_weights(spec: LocalModelSpec, settings: Settings, *, yes: bool) -> Non
         if came := sum(bytes_kept(path) for path in found.paths):
             note(f"\n{size(came)} are kept: looprun models pull {spec.alias} takes it up from there.")
         raise
+    arrived = inspect_weights(spec, settings)
     note(f"{spec.alias} is whole and verified.")
+    if arrived.state != OK:
+        note(f"It is what {spec.hf_repo} has, and it cannot be used: {arrived.why}\n  next: correct {spec.origin}")
     say(str(path))
 
 
@@ -146,7 +149,8 @@ def _question(spec: LocalModelSpec, path: Path, kept: int) -> str:
     expected = int(spec.size_bytes or spec.approx_size_gb * 1e9)
     here = f", {size(kept)} of it are here already" if kept else ""
     licence = f", licence {spec.licence}" if spec.licence else ""
-    return f"Fetch {spec.file} ({size(expected)}{here}) from {spec.hf_repo}{licence} to {path.parent}?"
+    over = f", replacing the {path.name} that is there" if path.exists() else ""
+    return f"Fetch {spec.file} ({size(expected)}{here}) from {spec.hf_repo}{licence} to {path.parent}{over}?"
 
 
 def _spec_json(spec: LocalModelSpec, settings: Settings, chosen: str) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def agree(question: str, *, yes: bool) -> bool:
 
 def watched() -> bool:
     """Whether standard error is a terminal that can move its cursor."""
-    if not sys.stderr.isatty():
+    if not (sys.stderr and sys.stderr.isatty()):
         return False
     from rich.console import Console
 

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from looprun_models.adoption import Candidate, find_candidates, same_file
+from looprun_models.adoption import Adopted, Candidate, find_candidates, same_file
 from looprun_models.adoption import adopt as adopt_file
 from looprun_models.errors import Declined, UsageError, WeightsBad, WeightsMissing
+from looprun_models.progress import OnProgress
 from looprun_models.registry import LocalModelSpec, resolve_alias
 from looprun_models.settings import Settings, load_settings
 from looprun_models.storage import Share, account, bytes_of, check_removable, partials_of, remove, sharers
@@ -75,10 +76,23 @@ def adopt(
     if not agree(f"Read {chosen.path} ({size(chosen.size)}) once and {how}?", yes=yes):
         raise Declined("nothing was adopted.", hint=f"looprun models adopt {spec.alias} --yes")
     with progress_shown() as show_progress:
-        done = adopt_file(spec, chosen, settings, link=link, on_progress=show_progress)
+        done = _adopt_first_good(spec, settings, source, link, show_progress)
     note(f"{', '.join(done.aliases)} now use{'s' if len(done.aliases) == 1 else ''} it; {done.proof}.")
     say(str(done.path))
     note(f"  next: looprun models serve {spec.alias}")
+
+
+def _adopt_first_good(
+    spec: LocalModelSpec, settings: Settings, source: Path | None, link: bool, on_progress: OnProgress
+) -> Adopted:
+    """The surest candidate; where its content is wrong, the next one."""
+    *others, last = find_candidates(spec, settings, source)
+    for candidate in others:
+        try:
+            return adopt_file(spec, candidate, settings, link=link, on_progress=on_progress)
+        except WeightsBad as bad:
+            note(f"{bad.message} Trying the next one.")
+    return adopt_file(spec, last, settings, link=link, on_progress=on_progress)
 
 
 def disk(json: Json = False) -> None:

@@ -84,6 +84,7 @@ def adopt(
     if settings.model_path(spec.env_var):
         raise UsageError(f"{spec.env_var} already names the weights of {spec.alias}.", hint=f"unset {spec.env_var}")
     parts = shard_paths(candidate.path)
+    _check_adoptable(spec, candidate, settings, link)
     digests = [hash_file(part, on_progress) for part in parts]
     proof, verified = _prove(spec, candidate, settings, digests[0])
     users = same_file(spec, settings)
@@ -103,6 +104,28 @@ def adopt(
     for alias in aliases if not link else ():
         set_path(settings, alias, target)
     return Adopted(target, aliases, digests[0], proof, verified)
+
+
+def _check_adoptable(spec: LocalModelSpec, candidate: Candidate, settings: Settings, link: bool) -> None:
+    """What can be known before a file of gigabytes is read."""
+    try:
+        str(candidate.path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{os.fsencode(candidate.path)!r} is not a name in UTF-8, which paths.toml takes.",
+            hint="rename the file or its folder",
+        ) from None
+    target = spec.default_path(settings)
+    if not link:
+        return
+    if os.path.lexists(target):
+        raise UsageError(f"{target} is already there.", hint=f"looprun models rm {spec.alias}, then adopt again")
+    there = next(folder for folder in target.parents if folder.exists())
+    if there.stat().st_dev != candidate.path.stat().st_dev:
+        raise UsageError(
+            f"{there} is on another file system than {candidate.path}, and a hard link cannot cross.",
+            hint="leave --link out: the file is then used where it lies",
+        )
 
 
 def same_file(spec: LocalModelSpec, settings: Settings) -> list[LocalModelSpec]:

@@ -20,7 +20,7 @@ from looprun_models.errors import DownloadFailed, NotEnoughDisk
 from looprun_models.hub import OnNote, RemoteFile, resolve
 from looprun_models.journal import Content, Journal, journal_path, lock_path, part_path, read_progress
 from looprun_models.progress import OnProgress, Progress
-from looprun_models.receipts import read_receipt, write_receipt
+from looprun_models.receipts import read_receipt, receipt_path, write_receipt
 from looprun_models.registry import LocalModelSpec
 from looprun_models.settings import Settings
 from looprun_models.source import Changed, Dropped, RangesUnusable, Source
@@ -219,11 +219,19 @@ class _Pull:
                 if os.fstat(file.fileno()).st_ino != inode:
                     return False
                 os.fsync(file.fileno())  # without it, the new name can outlive a power cut that the content does not
+            # The receipt first: a kill in between leaves one that fits nothing yet, instead of a file without any.
+            write_receipt(
+                part,
+                repo=remote.repo,
+                revision=remote.revision,
+                size=remote.size,
+                sha256=digest,
+                at=receipt_path(self.target),
+            )
             part.replace(self.target)
         except FileNotFoundError:
             return _is_whole(remote, self.target)
         journal_path(self.target).unlink(missing_ok=True)
-        write_receipt(self.target, repo=remote.repo, revision=remote.revision, size=remote.size, sha256=digest)
         return True
 
     @contextmanager

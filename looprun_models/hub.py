@@ -28,7 +28,7 @@ _REFUSALS: dict[str | int, tuple[str, str]] = {
     429: ("was refused: too many requests", "wait a few minutes; the limit is higher with HF_TOKEN set"),
     "other": ("was not given by the Hub", "try again later"),
 }
-_ENDPOINT = r"https?://([\w.-]+|\[[\da-f:]+\])(:\d{1,5})?(/[\w./~%-]*)?"
+_ENDPOINT = r"https?://([\w.-]+|\[[\da-f:]+\])(:(?!0)[1-5]?\d{1,4}|:6[0-4]\d{3}|:65[0-4]\d\d|:655[0-2]\d|:6553[0-5])?(/[\w./~%-]*)?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ def resolve(
     that is no address; DownloadFailed when the Hub is not reached, will not give the file, or has another than the one
     that the profile pins.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
     wanted = file or spec.file
     endpoint, name = _endpoint(settings.environ.get("HF_ENDPOINT", "")), f"{spec.hf_repo}/{wanted}"
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url  # after the check: it fails on a bad address
+
     if settings.environ.get("HF_HUB_OFFLINE", "").strip().upper() in ("1", "ON", "YES", "TRUE"):
         raise _offline(name)
     anonymous = False
@@ -132,8 +132,10 @@ def refusal(name: str, status: int, *, page: str, code: str = "") -> DownloadFai
 @contextmanager
 def explained(name: str, *, page: str) -> Iterator[None]:
     """Turn what huggingface_hub and its HTTP library raise into one message and one next step."""
-    from huggingface_hub import errors
-
+    try:
+        from huggingface_hub import errors
+    except ValueError as error:  # it reads its variables while it is imported
+        raise _unusable_setting(name, error) from error
     try:
         yield
     except errors.OfflineModeIsEnabled as error:
@@ -148,9 +150,21 @@ def explained(name: str, *, page: str) -> Iterator[None]:
         why = f"{name}: the connection to {page} failed: {error or type(error).__name__}."
         hint = "check the network, the proxy variables and HF_ENDPOINT, then pull again"
         raise DownloadFailed(why, hint=hint) from error
+    except (ImportError, ValueError) as error:  # an address or a proxy that no library can use
+        raise _unusable_setting(name, error) from error
     except OSError as error:
         why = f"{name} was not fetched: {str(error).splitlines()[0]}"
         raise DownloadFailed(why, hint="check the network and HF_ENDPOINT") from error
+
+
+def _unusable_setting(name: str, error: Exception) -> DownloadFailed:
+    said = re.sub(r"//[^/@\s]*@", "//", str(error).splitlines()[0] if str(error) else type(error).__name__)
+    if isinstance(error, UnicodeError):
+        said = "a token or a name in it is not plain ASCII"
+    return DownloadFailed(
+        f"{name} was not fetched: {said}.",
+        hint="correct HF_ENDPOINT, HF_TOKEN or the proxy variables (SOCKS proxies are not supported)",
+    )
 
 
 def _offline(name: str) -> DownloadFailed:
@@ -163,12 +177,12 @@ def _is_plain_401(error: Exception) -> bool:
 
 
 def _endpoint(variable: str) -> str:
-    from huggingface_hub import constants
-
     # Always passed on: huggingface_hub reads it once, at import, and takes a blank one for an address.
     if not (named := variable.strip().rstrip("/")):
+        from huggingface_hub import constants
+
         return constants.ENDPOINT.strip() or constants.HUGGINGFACE_CO_URL_HOME.rstrip("/")
     # What is no address makes the HTTP library raise something that is no HTTPError.
     if not re.fullmatch(_ENDPOINT, named, re.IGNORECASE):
-        raise BadSetting("HF_ENDPOINT", named, "an http:// or https:// address")
+        raise BadSetting("HF_ENDPOINT", re.sub(r"//[^/@]*@", "//...@", named), "an http:// or https:// address")
     return named

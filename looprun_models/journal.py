@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from looprun_models.system import try_lock
+
 PIECE = 256 * 1024
 HEADER = 4096
 """Bytes that the JSON line is padded to; the piece bytes follow."""
@@ -58,8 +60,21 @@ def part_files(target: Path) -> list[Path]:
     return [path for path in (part_path(target), journal_path(target), lock_path(target)) if path.exists()]
 
 
-def drop(target: Path) -> None:
-    """Remove what an unfinished download has left, the part file first: a journal alone claims nothing."""
+def drop(target: Path) -> bool:
+    """Remove what an unfinished download has left; False when a download is running, whose files they are."""
+    lock = lock_path(target)
+    if lock.exists():
+        with lock.open("a+b") as file:
+            if not try_lock(file.fileno()):
+                return False
+            _drop_files(target)
+            return True
+    _drop_files(target)
+    return True
+
+
+def _drop_files(target: Path) -> None:
+    """The part file first: a journal alone claims nothing."""
     for path in part_files(target):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -154,11 +169,15 @@ def _header(content: Content) -> bytes:
 
 def _read(target: Path) -> tuple[Content, bytearray] | None:
     try:
-        text = journal_path(target).read_bytes()
-        content = Content(**json.loads(text[:HEADER]))
-        done = bytearray(text[HEADER:])
+        data = journal_path(target).read_bytes()
+        content = Content(**json.loads(data[:HEADER]))
+        if not all(
+            isinstance(name, str) and name.isprintable() for name in (content.repo, content.commit, content.etag)
+        ):
+            return None
+        done = bytearray(data[HEADER:])
         fits = part_path(target).stat().st_size == content.size and len(done) == -(-content.size // content.piece)
-    except (OSError, ValueError, TypeError, ZeroDivisionError):
+    except (OSError, ValueError, TypeError, ZeroDivisionError, RecursionError):
         return None
     return (content, done) if fits else None
 

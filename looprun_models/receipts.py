@@ -62,7 +62,7 @@ def read_receipt(target: Path, *, at: Path | None = None) -> Receipt | None:
         if data["schema"] != SCHEMA:
             return None
         values = {f.name: data[f.name] for f in fields(Receipt)}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     whole = {"size", "mtime_ns"}
     if not all(type(value) is (int if name in whole else str) for name, value in values.items()):

@@ -137,6 +137,12 @@ class Source:
                 return Changed(f"its server has {int(total[1]):,} bytes")
             return RangesUnusable("refuses a range inside the file (HTTP 416)")
         asked_the_hub = _origin(error.geturl() or "") == _origin(self.remote.url)
+        if 300 <= status < 400:
+            where = error.headers.get("Location", "nowhere")
+            return DownloadFailed(
+                f"{self.remote.name}: the Hub leads to {where}, which cannot be followed (HTTP {status}).",
+                hint="check HF_ENDPOINT, and whether a proxy stands in between",
+            )
         if status in (401, 403, 404, 410) and asked_the_hub:
             return failure
         return Dropped(f"it answered HTTP {status}", wait=_retry_after(error.headers), failure=failure)
@@ -215,6 +221,8 @@ class _SameHostOnly(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Message, newurl: str
     ) -> urllib.request.Request | None:
+        if urlsplit(newurl).scheme not in ("http", "https"):
+            raise urllib.error.HTTPError(req.full_url, code, "a redirect to no web address", headers, fp)
         follow = super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
         token = req.unredirected_hdrs.get("Authorization")
         if follow and token and _origin(newurl) == _origin(req.full_url):

@@ -156,7 +156,8 @@ def _targets(spec: LocalModelSpec, settings: Settings) -> tuple[Path, ...]:
 def _drop_partials(spec: LocalModelSpec, settings: Settings) -> int:
     freed = bytes_of(partials_of(spec, settings))
     for target in _targets(spec, settings):
-        journal.drop(target)
+        if not journal.drop(target):
+            raise ServerInUse(f"{target.name} is being pulled right now.", hint="stop that pull first (Ctrl-C there)")
     return freed - bytes_of(partials_of(spec, settings))
 
 

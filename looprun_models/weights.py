@@ -153,9 +153,14 @@ def mending_error(spec: LocalModelSpec, weights: Weights) -> LooprunError:
 
 
 def check_pullable(spec: LocalModelSpec, weights: Weights) -> None:
-    """Raises what `mending_error` says where a pull would write among another tool's files."""
+    """Raises WeightsBad or WeightsMissing where a pull would write among another tool's files, or over a user's own."""
     if weights.origin == ADOPTED and weights.state != OK:
         raise mending_error(spec, weights)
+    if weights.origin.startswith("variable") and weights.state == BAD and read_receipt(weights.path) is None:
+        raise WeightsBad(
+            f"{weights.why} It was not fetched by looprun, and a pull would replace it.",
+            hint=f"correct or unset {spec.env_var}, or move the file away",
+        )
 
 
 def verify(spec: LocalModelSpec, settings: Settings, on_progress: OnProgress | None = None) -> tuple[Verdict, ...]:

@@ -334,3 +334,52 @@ def test_a_lock_file_that_nobody_holds_is_taken(hub: HubServer, target: Path) ->
     assert left_in(target.parent) == DONE
     with contextlib.closing(os.fdopen(os.open(target, os.O_RDONLY))) as free:
         assert try_lock(free.fileno())
+
+
+def test_a_file_of_the_users_own_is_not_replaced(
+    hub: HubServer, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.files = {f"{REPO}/{FILE}": made_up(PIECE)}
+    own = tmp_path / "thesis.txt"
+    own.write_text("precious")
+    monkeypatch.setenv("TINY_GGUF", str(own))
+    told = run("models", "pull", "big", "--yes")
+    assert (told.exit_code, told.stdout) == (4, "")
+    assert "was not fetched by looprun, and a pull would replace it" in told.stderr
+    assert "correct or unset TINY_GGUF" in told.stderr
+    assert own.read_text() == "precious"
+    assert hub.requests == []
+
+
+def test_the_partial_of_a_running_pull_is_not_removed(target: Path) -> None:
+    target.parent.mkdir()
+    part_path(target).write_bytes(b"half")
+    with lock_path(target).open("a+b") as lock:
+        assert try_lock(lock.fileno())
+        told = run("models", "rm", "big", "--partial", "--yes")
+        assert told.exit_code == 1
+        assert "big.gguf is being pulled right now" in told.stderr
+        assert part_path(target).exists()
+    assert run("models", "rm", "big", "--partial", "--yes").exit_code == 0
+    assert not part_path(target).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("ALL_PROXY", "socks5h://127.0.0.1:9", 1),
+        ("HTTP_PROXY", "foo://x", 1),
+        ("HF_ENDPOINT", "http://127.0.0.1:99999", 2),
+        ("HF_ENDPOINT", "http://me:secret@127.0.0.1:80", 2),
+        ("HF_TOKEN", "hf_\u00e9", 1),
+    ],
+)
+def test_settings_that_no_library_can_use_are_named(
+    hub: HubServer, target: Path, pulling: Pull, name: str, value: str, code: int
+) -> None:
+    process = pulling(**{"NO_PROXY": "", name: value})
+    out, err = process.communicate()
+    assert (process.returncode, out) == (code, ""), err
+    assert "Traceback" not in err
+    assert name.partition("_")[0] in err or "proxy" in err
+    assert "secret" not in err

@@ -58,9 +58,10 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Callable[[LocalModelSpec], Path]:
 
         monkeypatch.setattr(journal, "part_files", files)
 
-        def drop(of: Path) -> None:
+        def drop(of: Path) -> bool:
             for path in files(of):
                 path.unlink()
+            return True
 
         monkeypatch.setattr(journal, "drop", drop)
         return part
