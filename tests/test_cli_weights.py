@@ -244,7 +244,12 @@ def test_a_partial_download_is_shown_and_can_be_dropped(
     part.write_bytes(bytes(2000))
     monkeypatch.setattr(weights_module, "read_progress", lambda _: (200, 1000) if part.exists() else None)
     monkeypatch.setattr(journal, "part_files", lambda target: [part] if target.name.startswith("tiny") else [])
-    monkeypatch.setattr(journal, "drop", lambda _: part.unlink(missing_ok=True) is None)
+
+    def drop(_: Path) -> bool:
+        part.unlink(missing_ok=True)
+        return True
+
+    monkeypatch.setattr(journal, "drop", drop)
     one, table = run("models", "status", absent).stdout, run("models", "status").stdout
     assert "  weights  partial (20 %)  " in one
     assert f"next: looprun models pull {absent}   (goes on where it stopped)" in one
