@@ -22,7 +22,8 @@ from looprun_models.registry import LocalModelSpec, load_profiles, resolve_alias
 from looprun_models.request import Options
 from looprun_models.runtime import LlamaCppRuntime, load_runtime
 from looprun_models.settings import DEFAULT_KEEP_ALIVE, Settings, load_settings
-from looprun_models.wire import LOOPBACK, Record, get_json
+from looprun_models.system import LOOPBACK
+from looprun_models.wire import Record, get_json
 
 from .options import Alias, AsQuoted, EngineFlags, Force, Port, RuntimeName, Timeout, split_words
 from .output import live_line, note, progress_shown, say

@@ -122,14 +122,6 @@ class Journal:
     def is_whole(self) -> bool:
         return self._bytes == self.content.size
 
-    @property
-    def still_named(self) -> bool:
-        """Whether the part file under its name is the one that was opened."""
-        try:
-            return part_path(self.target).stat().st_ino == self.inode
-        except FileNotFoundError:
-            return False
-
     def length_of(self, piece: int) -> int:
         return min(self.content.piece, self.content.size - piece * self.content.piece)
 

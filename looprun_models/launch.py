@@ -19,7 +19,8 @@ from looprun_models.gguf import GgufHeader
 from looprun_models.machine import Machine
 from looprun_models.registry import LocalModelSpec
 from looprun_models.request import Options, Request
-from looprun_models.settings import LOOPBACK, Settings
+from looprun_models.settings import Settings
+from looprun_models.system import LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from looprun_models.errors import (
 from looprun_models.failure import explain, log_tail
 from looprun_models.progress import OnProgress, Progress
 from looprun_models.records import child_ended, reap_children, started_here, supervised
-from looprun_models.wire import LOOPBACK, Channel, Record, identify, proves, stop_process
+from looprun_models.system import LOOPBACK
+from looprun_models.wire import Channel, Record, identify, proves, stop_process
 
 START_TIMEOUT = 240.0
 """Seconds to wait for a model: 17 GB from a slow disk take minutes, and a dead engine ends the wait anyway."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from looprun_models.errors import BadSetting, ReservedFlag
 from looprun_models.registry import LocalModelSpec
-from looprun_models.settings import KV_TYPES, LOOPBACK, Settings
+from looprun_models.settings import KV_TYPES, Settings
+from looprun_models.system import LOOPBACK
 
 OVERRIDES = {
     "-c": "ctx",

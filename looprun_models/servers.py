@@ -26,7 +26,8 @@ from looprun_models.launch import LaunchPlan
 from looprun_models.lease import Lease, attach, my_name
 from looprun_models.records import locked, reap_children, reap_dead, started_here
 from looprun_models.settings import Settings, private_dir
-from looprun_models.wire import LOOPBACK, Channel, Record
+from looprun_models.system import LOOPBACK
+from looprun_models.wire import Channel, Record
 
 NEEDED_FOR_A_RECORD = 64 << 10
 """Bytes."""

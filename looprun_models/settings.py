@@ -21,7 +21,6 @@ from looprun_models.errors import BadSetting, FolderUnwritable
 T = TypeVar("T")
 
 KV_TYPES = ("q8_0", "f16")
-LOOPBACK = "127.0.0.1"
 DEFAULT_KEEP_ALIVE = 300.0
 """Seconds a server stays after its last `local_model` user: a script run again finds its model loaded."""
 

@@ -16,7 +16,8 @@ import sys
 import time
 
 from looprun_models import system
-from looprun_models.wire import LOOPBACK, Channel, Record, identify, proves, stop_process
+from looprun_models.system import LOOPBACK
+from looprun_models.wire import Channel, Record, identify, proves, stop_process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

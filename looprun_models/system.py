@@ -29,7 +29,10 @@ else:
         try_lock,
     )
 
+LOOPBACK = "127.0.0.1"
+
 __all__ = [
+    "LOOPBACK",
     "describe_exit",
     "detached",
     "kill",

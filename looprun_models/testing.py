@@ -30,7 +30,7 @@ from looprun_models.progress import Progress
 from looprun_models.registry import LocalModelSpec
 from looprun_models.runtime import ModelRuntimePort, RuntimeStatus, ServerHandle
 from looprun_models.runtimes.external import http_options
-from looprun_models.wire import LOOPBACK
+from looprun_models.system import LOOPBACK
 
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 

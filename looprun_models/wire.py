@@ -19,6 +19,7 @@ import socket
 import time
 
 from looprun_models import system
+from looprun_models.system import LOOPBACK
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "Identity", "Record", "dial_host", "get_json", "identify", "proves", "stop_process"]
 
-LOOPBACK = "127.0.0.1"
 ANSWER_CAP = 4 << 20
 """Bytes of an answer that are read: a stranger may send for ever."""
 STOP_GRACE = 3.0

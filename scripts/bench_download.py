@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_overhead import DOCUMENT, Row, report
+from bench_overhead import DOCUMENT, Row, report, write_table
 
 REPO = Path(__file__).parent.parent
 BEGIN, END = "<!-- scripts/bench_download --write: begin -->", "<!-- scripts/bench_download --write: end -->"
@@ -184,7 +184,7 @@ def main() -> int:
     text = report(rows)
     print(text)
     if args.write:
-        write(text)
+        write_table(BEGIN, END, text)
     return 0 if all(row.ok for row in rows) else 1
 
 
@@ -290,15 +290,6 @@ def capped_rows(folder: Path) -> list[Row]:
         four = statistics.median(ran(pull_command(), environ, folder).transfer for _ in range(3))
     detail = f"{four:.2f} s with four, {one:.2f} s with one: {one / four:.1f} times as fast, at least {GAIN:g} wanted"
     return [Row("256 MiB at 50 MB/s a connection, four beside one", four / one, round(1 / GAIN, 2), "x", detail)]
-
-
-def write(text: str) -> None:
-    old = DOCUMENT.read_text(encoding="utf-8")
-    before, _, rest = old.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{DOCUMENT} lacks the two marker lines")
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

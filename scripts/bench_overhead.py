@@ -112,7 +112,7 @@ def main() -> int:
     text = report(rows)
     print(text)
     if args.write:
-        write(text)
+        write_table(BEGIN, END, text)
     return 0 if all(row.ok for row in rows) else 1
 
 
@@ -268,13 +268,13 @@ def machine() -> str:
     )
 
 
-def write(text: str) -> None:
-    old = DOCUMENT.read_text(encoding="utf-8")
-    before, _, rest = old.partition(BEGIN)
-    _, found, after = rest.partition(END)
+def write_table(begin: str, end: str, text: str) -> None:
+    """Replace what stands between two marker lines of the document."""
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(begin)
+    _, found, after = rest.partition(end)
     if not found:
         raise SystemExit(f"{DOCUMENT} lacks the two marker lines")
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    DOCUMENT.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

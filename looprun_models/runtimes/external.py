@@ -14,6 +14,7 @@ from looprun_models.progress import OnProgress
 from looprun_models.registry import LocalModelSpec
 from looprun_models.runtime import RuntimeStatus, ServerStatus
 from looprun_models.settings import load_settings
+from looprun_models.wire import bracketed, dial_host
 
 ANSWER_TIMEOUT = 10.0
 
@@ -156,12 +157,11 @@ def normalise_url(text: str) -> str:
         raise BadSetting(name, text, accepted, hint=f"set {name}, or pass base_url")
     try:
         parts = urlsplit(text if re.match(r"\w+://", text) else f"http://{text}")
-        host, port = parts.hostname or "127.0.0.1", parts.port
+        host, port = parts.hostname or "", parts.port
     except ValueError:
         raise BadSetting(name, text, accepted) from None
     if parts.scheme not in ("http", "https") or port == 0 or parts.username or parts.query or re.search(r"\s", text):
         raise BadSetting(name, text, accepted)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(host, host)  # noqa: S104
-    host = f"[{host}]" if ":" in host else host
+    host = bracketed(dial_host(host))
     path = parts.path.rstrip("/") or "/v1"
     return f"{parts.scheme}://{host}{f':{port}' if port else ''}{path}"
