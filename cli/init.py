@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from looprun_models.engine import Engine, devices, search_engines
+from looprun_models.engine import Engine, devices
 from looprun_models.errors import Declined
 from looprun_models.machine import Machine, disk_free, inspect_machine, recommend
 from looprun_models.registry import LocalModelSpec, load_profiles, resolve_alias
 from looprun_models.runtime import binary_status
+from looprun_models.search import search_engines
 from looprun_models.settings import Settings, load_settings
 from looprun_models.weights import MISSING, OK, inspect_weights
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
 from looprun_models import weights as weights_module
-from looprun_models.engine import Engine, devices, find_engine
+from looprun_models.engine import Engine, devices
 from looprun_models.errors import EngineMissing, FolderUnwritable, PortInUse, RuntimeBroken, UnknownRuntime, UsageError
 from looprun_models.launch import LaunchPlan, SlotFolder, check_memory, plan_launch
 from looprun_models.lease import Lease
@@ -25,6 +25,7 @@ from looprun_models.progress import OnProgress
 from looprun_models.records import list_servers
 from looprun_models.registry import LocalModelSpec, load_profiles
 from looprun_models.request import Options, Request, read_request
+from looprun_models.search import find_engine
 from looprun_models.servers import Wanted, ensure_server
 from looprun_models.settings import DEFAULT_KEEP_ALIVE, Settings, load_settings, private_dir
 from looprun_models.weights import (

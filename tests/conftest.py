@@ -16,7 +16,7 @@ sys.path.insert(0, str(REPO / "scripts"))
 
 import make_tiny_gguf  # noqa: E402  (a script, not a package)
 
-from looprun_models.engine import find_engine  # noqa: E402
+from looprun_models.search import find_engine  # noqa: E402
 from looprun_models.settings import load_settings  # noqa: E402
 from tests.helpers import free_port  # noqa: E402
 

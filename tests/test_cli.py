@@ -1075,7 +1075,7 @@ def test_a_choice_that_is_gone_leads_back_to_init() -> None:
 
 def test_init_without_an_engine_names_both_ways_to_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("looprun_models.engine.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("looprun_models.search.importlib.util.find_spec", lambda name: None)
     done = run("init", "--yes", "--local", "smoke")
     assert done.exit_code == 0, done.output
     assert "engine   none found" in done.stdout

@@ -14,19 +14,9 @@ from pathlib import Path
 import pytest
 
 from looprun_models import engine as engine_module
-from looprun_models.engine import (
-    Engine,
-    Skipped,
-    child_environ,
-    devices,
-    examine,
-    find_engine,
-    parse_build,
-    parse_flags,
-    search_engines,
-    system_config,
-)
+from looprun_models.engine import Engine, Skipped, child_environ, devices, parse_build, parse_flags, system_config
 from looprun_models.errors import EngineMissing
+from looprun_models.search import examine, find_engine, search_engines
 from looprun_models.settings import Settings, load_settings
 from tests.engines import calls_of, make_engine
 

@@ -21,7 +21,7 @@ PACKAGE = REPO / "looprun_models"
 ORDER = (
     ("_version", "profiles", "errors", "progress", "settings", "_posix", "_windows", "system"),
     ("registry", "machine", "ggufformat", "gguf"),
-    ("receipts", "paths", "journal", "weights", "hub", "source", "spans", "transfer", "download", "engine"),
+    ("receipts", "paths", "journal", "weights", "hub", "source", "spans", "transfer", "download", "engine", "search"),
     ("fit", "request", "launch"),
     ("wire", "failure", "records", "lease", "servers"),
     ("adoption", "storage"),
