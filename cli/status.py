@@ -140,6 +140,8 @@ def _say_server(server: ServerStatus, use: dict[str, Any]) -> None:
         loading = use.get("state") == "loading"
         why = f"died: {use['died']}" if use.get("died") else server.note
         say(f"  server   {'loading  ' + str(server.base_url) if loading else f'down     {why}'}".rstrip())
+    if server.outdated:
+        say(f"{' ' * 20}{server.outdated}")
     if server.fix:
         say(f"{NEXT}{server.fix}")
 
@@ -155,7 +157,8 @@ def _weights_cell(found: ModelFileStatus) -> str:
 def _server_cell(server: ServerStatus, use: dict[str, Any]) -> str:
     if server.up:
         users = f"{len(use['users'])} user{'' if len(use['users']) == 1 else 's'}"
-        return f"up at {server.base_url}, {users}{_countdown(use)}"
+        older = server.outdated.partition(":")[0]
+        return "; ".join(filter(None, [f"up at {server.base_url}, {users}{_countdown(use)}", older]))
     if use["state"] == "loading":
         return f"loading at {server.base_url}"
     if use["died"]:

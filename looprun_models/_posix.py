@@ -24,12 +24,14 @@ def detached() -> dict[str, Any]:
     return {"start_new_session": True}
 
 
-def tied_to_me() -> dict[str, Any]:
-    """Popen options for a child in a session of its own that dies with the calling thread (Linux).
+def start_tied(argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own that dies with the calling thread (Linux). options: as Popen's.
 
-    Elsewhere, and where the program has file capabilities (they clear the request), the record finds the orphan.
+    macOS has no such request, and a program with file capabilities clears it: there the record finds the orphan.
+    Raises OSError.
     """
-    return {"start_new_session": True, "preexec_fn": _arm(os.getpid()) if LINUX else None}
+    before_exec = _arm(os.getpid()) if LINUX else None
+    return subprocess.Popen(argv, start_new_session=True, preexec_fn=before_exec, **options)
 
 
 def _arm(parent: int) -> Callable[[], None]:
@@ -58,7 +60,11 @@ def start_of(pid: int) -> str | None:
         except OSError:
             return None
     shown = subprocess.run(
-        ["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+        ["/bin/ps", "-o", "stat=,lstart=", "-p", str(pid)],
+        env={"LC_ALL": "C", "TZ": "UTC0"},  # the same text whoever asks, and after the clocks were changed
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.split()
     return None if not shown or shown[0].startswith("Z") else " ".join(shown[1:])
 

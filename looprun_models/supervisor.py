@@ -91,14 +91,13 @@ class Supervisor:
         starter = Channel(socket.create_connection((LOOPBACK, job["starter_port"]), timeout=5))
         lease = self._add(starter, name=job["starter_name"], keep_alive=job["keep_alive"])
         try:
-            self.child = subprocess.Popen(
+            self.child = system.start_tied(
                 job["argv"],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
                 stderr=self.log,
                 env=job["env"],
                 cwd=job["cwd"],
-                **system.tied_to_me(),
             )
         except OSError as error:
             starter.send(token=job["token"], state="died", code=None, why=str(error))

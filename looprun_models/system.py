@@ -12,8 +12,8 @@ if os.name == "nt":
         kill_leftovers,
         reap,
         start_of,
+        start_tied,
         terminate,
-        tied_to_me,
         try_lock,
     )
 else:
@@ -24,8 +24,8 @@ else:
         kill_leftovers,
         reap,
         start_of,
+        start_tied,
         terminate,
-        tied_to_me,
         try_lock,
     )
 
@@ -39,7 +39,7 @@ __all__ = [
     "kill_leftovers",
     "reap",
     "start_of",
+    "start_tied",
     "terminate",
-    "tied_to_me",
     "try_lock",
 ]
