@@ -11,7 +11,7 @@ import typer.core
 
 from looprun_models.errors import LooprunError
 
-from . import models, serving, status, weights
+from . import engines, installing, models, serving, status, trunks, weights
 from .init import init
 from .output import note, say
 
@@ -74,7 +74,24 @@ models_app = typer.Typer(
     help="Profiles, their weights, and their servers.", rich_markup_mode=None, no_args_is_help=True
 )
 app.add_typer(models_app, name="models")
+engine_app = typer.Typer(help="The llama-server programs of this machine.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(engine_app, name="engine")
 app.command()(init)
+engine_app.command("list")(engines.list_engines)
+engine_app.command()(engines.check)
+engine_app.command()(installing.install)
+engine_app.command()(installing.rm)
+trunks_app = typer.Typer(
+    help="Agents' fixed prompts, kept on the disk to be warm after a restart.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+app.add_typer(trunks_app, name="trunks")
+trunks_app.command("list")(trunks.list_trunks)
+trunks_app.command()(trunks.show)
+trunks_app.command()(trunks.bake)
+trunks_app.command()(trunks.rm)
+trunks_app.command()(trunks.clean)
 models_app.command("list")(models.list_profiles)
 models_app.command()(status.status)
 models_app.command()(models.show)

@@ -7,19 +7,26 @@ from typing import Annotated
 
 import typer
 
-from looprun_models.engine import Engine, devices
+from looprun_models.engine import EMBEDDED, Engine, devices
 from looprun_models.errors import Declined
 from looprun_models.machine import Machine, disk_free, inspect_machine, recommend
 from looprun_models.registry import LocalModelSpec, load_profiles, resolve_alias
 from looprun_models.runtime import binary_status
 from looprun_models.search import search_engines
 from looprun_models.settings import Settings, load_settings
+from looprun_models.smoke import prove
 from looprun_models.weights import MISSING, OK, inspect_weights
 
+from .installing import install
 from .models import fetch_weights
 from .options import Yes
-from .output import note, say, size
+from .output import agree, note, say, size
 from .weights import say_candidates
+
+ENGINE_WAYS = f"""\
+         looprun engine install                   an official llama.cpp build, 11 to 35 MB; on the GPU if it can
+         {EMBEDDED}   the same server as a wheel, 9 to 34 MB; on Linux and Windows on
+                                                  the CPU only, and there at 0.76 of a native build's speed"""
 
 
 def init(
@@ -30,7 +37,7 @@ def init(
 ) -> None:
     """Look at this machine, choose a profile, and say what is missing.
 
-    Fetches the profile's weights only after asking.
+    Installs an engine, and fetches the profile's weights, only after asking.
     """
     settings = load_settings()
     chosen = resolve_alias(local, settings) if local else None
@@ -47,6 +54,8 @@ def init(
         say(f"chosen   {spec.alias}: {spec.note}{_too_large(spec, machine)}")
     have_weights = _say_weights(settings, spec)
     _write_choice(settings, spec)
+    if engine is None and settings.llama_bin is None:
+        engine = _offer_engine(settings, yes)
     if engine is None:
         say(f"\nnext: {binary_status(settings).fix}\n      and then looprun init --local {spec.alias}")
         return
@@ -82,17 +91,34 @@ def _say_machine(machine: Machine, settings: Settings) -> None:
 
 def _say_engines(settings: Settings) -> Engine | None:
     """Every candidate up to the one that is used, each with its reason."""
-    for verdict in search_engines(settings):
-        if not isinstance(verdict, Engine):
-            say(f"engine   skipped {verdict}")
+    for found in search_engines(settings):
+        if not isinstance(found, Engine):
+            say(f"engine   skipped {found}")
             continue
-        found = devices(verdict, settings)
-        gpu = ", ".join(f"{device.name} {size(device.total)}" for device in found)
-        say(f"engine   {verdict.label}, from {verdict.source}" + (f"; {verdict.note}" if verdict.note else ""))
+        verdict = prove(found, settings)
+        if verdict.ok is False:
+            say(f"engine   skipped {found.path} ({found.source}): {verdict.why}")
+            continue
+        gpu = ", ".join(f"{device.name} {size(device.total)}" for device in devices(found, settings))
+        say(f"engine   {found.label}, from {found.source}" + (f"; {found.note}" if found.note else ""))
+        say(f"check    {verdict}")
         say(f"gpu      {gpu or 'none that this engine can use: models run on the CPU'}")
-        return verdict
+        return found
     say("engine   none found")
     return None
+
+
+def _offer_engine(settings: Settings, yes: bool) -> Engine | None:
+    """Say both ways to an engine and what each costs, and go the first if that is agreed to."""
+    say(ENGINE_WAYS)
+    if not agree("Look for an official build now? Its size is shown before it is fetched.", yes=yes):
+        return None
+    try:
+        install("latest", None, yes=yes, allow_unverified=False)
+    except Declined as declined:
+        note(declined.message)
+        return None
+    return _say_engines(settings)
 
 
 def _say_weights(settings: Settings, spec: LocalModelSpec) -> bool:

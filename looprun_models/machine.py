@@ -6,9 +6,11 @@ as well, of every level above this process, and the tightest wins.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -104,6 +106,14 @@ def disk_free(path: Path) -> int:
         except OSError:
             continue
     return 0
+
+
+def cpu_identity(root: Path = Path("/")) -> str:
+    """What tells this CPU from one on which a program built for this one might not run: a digest of its features."""
+    told = _text(root / "proc/cpuinfo")
+    features = [line for line in told.splitlines() if re.match(r"(flags|Features|model name)\s*:", line)]
+    known = "\n".join(sorted(set(features))) or f"{platform.machine()} {platform.processor()}"
+    return hashlib.sha256(known.encode()).hexdigest()[:12]
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:

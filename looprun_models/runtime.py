@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
 from looprun_models import weights as weights_module
-from looprun_models.engine import Engine, devices
+from looprun_models.engine import Engine, devices, identity_of
 from looprun_models.errors import EngineMissing, FolderUnwritable, PortInUse, RuntimeBroken, UnknownRuntime, UsageError
 from looprun_models.launch import LaunchPlan, SlotFolder, check_memory, plan_launch
 from looprun_models.lease import Lease
@@ -28,6 +28,8 @@ from looprun_models.request import Options, Request, read_request
 from looprun_models.search import find_engine
 from looprun_models.servers import Wanted, ensure_server
 from looprun_models.settings import DEFAULT_KEEP_ALIVE, Settings, load_settings, private_dir
+from looprun_models.smoke import prove
+from looprun_models.verdicts import known_verdict
 from looprun_models.weights import (
     MISSING,
     PARTIAL,
@@ -68,13 +70,14 @@ class ModelFileStatus:
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """The server of this model. serves: what it says it serves."""
+    """The server of this model. serves: what it says it serves. outdated: how its program differs from the disk's."""
 
     up: bool
     base_url: str | None = None
     serves: str | None = None
     note: str = ""
     fix: str = ""
+    outdated: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,8 @@ class LlamaCppRuntime:
     ) -> Lease:
         settings, options = self.settings, self.options
         engine, request, slots = self._request(spec)
+        while prove(engine, settings).ok is False:  # known from now on, so the next look passes it over
+            engine, request, slots = self._request(spec)
 
         def plan(port: int, others: list[Record]) -> LaunchPlan:
             made = self._plan(spec, engine, request, slots, port)
@@ -299,8 +304,10 @@ def binary_status(settings: Settings) -> BinaryStatus:
         engine = find_engine(settings)
     except EngineMissing as error:
         return BinaryStatus(path=settings.llama_bin, ok=False, note=error.message, fix=error.hint)
-    source = f"from {engine.source}"
-    return BinaryStatus(str(engine.path), True, f"{source}; {engine.note}" if engine.note else source, engine.build)
+    verdict = known_verdict(engine, settings)
+    unchecked = "" if verdict else "not checked yet: looprun engine check"
+    note = "; ".join(filter(None, (f"from {engine.source}", engine.note, unchecked)))
+    return BinaryStatus(str(engine.path), True, note, engine.build)
 
 
 def model_file_status(spec: LocalModelSpec, settings: Settings) -> ModelFileStatus:
@@ -319,11 +326,25 @@ def server_status_of(spec: LocalModelSpec, running: Iterable[Record]) -> ServerS
     for record in running:
         if record.alias != spec.alias:
             continue
+        outdated = _outdated(record)
         if proves(identify(record.host, record.port, record.api_key), record):
-            return ServerStatus(True, record.base_url, record.served_id, record.summary)
+            fix = f"looprun models stop {spec.alias}, then {start}" if outdated else ""
+            return ServerStatus(True, record.base_url, record.served_id, record.summary, fix, outdated)
         note = f"pid {record.child_pid} is loading or does not answer"
-        return ServerStatus(False, record.base_url, None, note, fix=f"looprun models logs {spec.alias}")
+        return ServerStatus(False, record.base_url, None, note, f"looprun models logs {spec.alias}", outdated)
     return ServerStatus(False, fix=start)
+
+
+def _outdated(record: Record) -> str:
+    """A program that runs is not changed by what happens to its file, so nothing else would tell."""
+    now = identity_of(Path(record.engine)) if record.engine else record.engine_identity
+    if now == record.engine_identity:
+        return ""
+    build = "a build without number" if record.build is None else f"b{record.build}"
+    ran = f"{build}, as it was started; {record.engine}"
+    if now:
+        return f"runs an older program than the one on disk: {ran}, or a library beside it, has changed"
+    return f"runs a program that is no longer on the disk: {ran} is gone"
 
 
 def load_runtime(name: str) -> ModelRuntimePort:

@@ -14,6 +14,8 @@ files, the prompt cache and drafting act as on the real thing: that follows the 
     tiny-qwen35-mtp-tool        a chat calls get_weather(city="Paris")
     tiny-qwen35-mtp-loop        counts one to ten for ever: for streams, limits, cancelling
     tiny-qwen35-mtp-wrong       counts too, with a draft head that is wrong about every second token
+    smoke                       a ring of letters, 80 kB: what `looprun engine check` loads; with --smoke it is written
+                                to looprun_models/smoke.gguf, where it belongs to the package
     wide-qwen35-mtp             answers as the first; state and KV cache of one layer are as large as in the
                                 35B-A3B, so sizes worked out from a header can be held against a server's log
 
@@ -59,10 +61,6 @@ MARKS = (
 )
 TYPE_NORMAL, TYPE_CONTROL, TYPE_USER_DEFINED = 1, 3, 4
 VOCAB = 256 + len(WORDS) + len(CONTROL) + len(MARKS)
-EMBEDDING = 320  # at least one dimension a token and one a vote; a multiple of 32 keeps the fast kernels
-TRUNK = 4
-INTERVAL = 4
-FEED_FORWARD = 32
 EXPERTS, EXPERTS_USED = 4, 2
 
 # Acts as the family's own: thinking by default, earlier reasoning dropped from the history, XML tool calls.
@@ -152,6 +150,15 @@ class Shape:
     rope: int = 64
     rope_sections: tuple[int, int, int, int] = (11, 11, 10, 0)
     conv: int = 4
+    embedding: int = 320  # at least one dimension a token and one a vote; a multiple of 32 keeps the fast kernels
+    trunk: int = 4
+    interval: int = 4
+    feed_forward: int = 32
+
+    @property
+    def peak(self) -> float:
+        """A token is the one dimension set in its embedding, and has this size: it makes the RMS one."""
+        return math.sqrt(self.embedding)
 
     @property
     def inner(self) -> int:
@@ -166,6 +173,7 @@ class Shape:
 # then differs at every step, which keeps the state files from saying the same few words over and over.
 TINY = Shape(32, 1, 2, heads=2, kv_heads=1, head_dim=64, rope_base=1e4)
 WIDE = Shape(128, 16, 32, heads=2, kv_heads=2, head_dim=256, rope_base=1e7)
+SMOKE = Shape(32, 1, 1, heads=1, kv_heads=1, head_dim=64, rope_base=1e4, embedding=32, trunk=2, interval=2)
 
 
 @dataclass(frozen=True)
@@ -178,6 +186,15 @@ class Model:
     mtp: bool = True
     listens: bool = False
     wrong_drafts: bool = False
+
+    @property
+    def tokens(self) -> list[str]:
+        return LETTERS if self.says == "letters" else TOKENS
+
+    @property
+    def token_types(self) -> list[int]:
+        normal, user_defined = TYPE_NORMAL, TYPE_USER_DEFINED
+        return [TYPE_CONTROL if t in CONTROL else user_defined if t in MARKS else normal for t in self.tokens]
 
     @property
     def arch(self) -> str:
@@ -195,6 +212,7 @@ MODELS = {
     "tiny-qwen35-mtp-loop": Model("numbers"),
     "tiny-qwen35-mtp-wrong": Model("numbers", wrong_drafts=True),
     "wide-qwen35-mtp": Model(shape=WIDE),
+    "smoke": Model("letters", shape=SMOKE),
 }
 NAMES = tuple(MODELS)
 
@@ -221,7 +239,7 @@ def merges() -> list[str]:
 
 
 TOKENS = [printable(byte) for byte in range(256)] + [spelled(word) for word in WORDS] + [*CONTROL, *MARKS]
-TOKEN_TYPES = [TYPE_NORMAL] * (256 + len(WORDS)) + [TYPE_CONTROL] * len(CONTROL) + [TYPE_USER_DEFINED] * len(MARKS)
+LETTERS = [printable(ord("\n")), *"abcdefghijklmnopqrstuvwxyz?!", *CONTROL]
 
 
 def token(text: str) -> int:
@@ -250,6 +268,15 @@ def successors(says: str) -> dict[int, int]:
     return after
 
 
+def letters() -> dict[int, int]:
+    """Each letter is followed by the next; everything else by "a"."""
+    ring = "abcdefghijklmnopqrstuvwxyz"
+    after = dict.fromkeys(range(len(LETTERS)), LETTERS.index("a"))
+    return after | {
+        LETTERS.index(this): LETTERS.index(following) for this, following in zip(ring, ring[1:] + "a", strict=True)
+    }
+
+
 def noise(name: str, *shape: int, scale: float = 1.0) -> Array:
     """Values in ±scale from the tensor's name alone (splitmix64): numpy may change its own generators."""
     index = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64(zlib.crc32(name.encode()) << 32)
@@ -270,66 +297,65 @@ def votes(model: Model, name: str, *shape: int, scale: float) -> Array:
     return out
 
 
-# A token is the one dimension set in its embedding, and has this size: it makes the RMS one.
-PEAK = math.sqrt(EMBEDDING)
-
-
 def recurrent(model: Model, blk: str) -> Iterator[tuple[str, Array]]:
     shape = model.shape
     # Small inputs keep the SiLU near its linear part: values average to zero, and no token drowns the others.
-    yield f"{blk}.attn_qkv.weight", noise(f"{blk}.qkv", shape.channels, EMBEDDING, scale=0.5 / PEAK)
-    yield f"{blk}.attn_gate.weight", noise(f"{blk}.gate", shape.inner, EMBEDDING, scale=3 / PEAK)
+    yield f"{blk}.attn_qkv.weight", noise(f"{blk}.qkv", shape.channels, shape.embedding, scale=0.5 / shape.peak)
+    yield f"{blk}.attn_gate.weight", noise(f"{blk}.gate", shape.inner, shape.embedding, scale=3 / shape.peak)
     yield f"{blk}.ssm_conv1d.weight", noise(f"{blk}.conv", shape.channels, shape.conv).astype(np.float32)
     yield f"{blk}.ssm_dt.bias", np.zeros(shape.value_heads, np.float32)
     # Hardly any decay and small steps (beta 0.05): the first tokens of a long prompt still count.
     yield f"{blk}.ssm_a", np.full(shape.value_heads, -1e-4, np.float32)
-    yield f"{blk}.ssm_alpha.weight", np.zeros((shape.value_heads, EMBEDDING))
-    beta = np.zeros((shape.value_heads, EMBEDDING))
-    beta[:, :VOCAB] = -3 / PEAK
+    yield f"{blk}.ssm_alpha.weight", np.zeros((shape.value_heads, shape.embedding))
+    beta = np.zeros((shape.value_heads, shape.embedding))
+    beta[:, : len(model.tokens)] = -3 / shape.peak
     yield f"{blk}.ssm_beta.weight", beta
     yield f"{blk}.ssm_norm.weight", np.ones(shape.state, np.float32)
-    yield f"{blk}.ssm_out.weight", votes(model, f"{blk}.out", EMBEDDING, shape.inner, scale=0.8)
+    yield f"{blk}.ssm_out.weight", votes(model, f"{blk}.out", shape.embedding, shape.inner, scale=0.8)
 
 
 def attention(model: Model, blk: str) -> Iterator[tuple[str, Array]]:
     shape = model.shape
     keys, values = shape.kv_heads * shape.head_dim, shape.heads * shape.head_dim
     # Twice: a query and the gate of the output.
-    yield f"{blk}.attn_q.weight", noise(f"{blk}.q", 2 * values, EMBEDDING, scale=1 / PEAK)
-    yield f"{blk}.attn_k.weight", noise(f"{blk}.k", keys, EMBEDDING, scale=1 / PEAK)
-    yield f"{blk}.attn_v.weight", noise(f"{blk}.v", keys, EMBEDDING, scale=1 / PEAK)
-    yield f"{blk}.attn_output.weight", votes(model, f"{blk}.output", EMBEDDING, values, scale=1.2)
+    yield f"{blk}.attn_q.weight", noise(f"{blk}.q", 2 * values, shape.embedding, scale=1 / shape.peak)
+    yield f"{blk}.attn_k.weight", noise(f"{blk}.k", keys, shape.embedding, scale=1 / shape.peak)
+    yield f"{blk}.attn_v.weight", noise(f"{blk}.v", keys, shape.embedding, scale=1 / shape.peak)
+    yield f"{blk}.attn_output.weight", votes(model, f"{blk}.output", shape.embedding, values, scale=1.2)
     # Sharp attention: a small change early on moves its weight to other tokens instead of fading away.
     yield f"{blk}.attn_q_norm.weight", np.full(shape.head_dim, 3, np.float32)
     yield f"{blk}.attn_k_norm.weight", np.full(shape.head_dim, 3, np.float32)
 
 
 def feed_forward(model: Model, blk: str) -> Iterator[tuple[str, Array]]:
-    wide, deep = (FEED_FORWARD, EMBEDDING), (EMBEDDING, FEED_FORWARD)
+    shape = model.shape
+    wide, deep = (shape.feed_forward, shape.embedding), (shape.embedding, shape.feed_forward)
     if not model.moe:
-        yield f"{blk}.ffn_gate.weight", noise(f"{blk}.ffn_gate", *wide, scale=1 / PEAK)
-        yield f"{blk}.ffn_up.weight", noise(f"{blk}.ffn_up", *wide, scale=1 / PEAK)
+        yield f"{blk}.ffn_gate.weight", noise(f"{blk}.ffn_gate", *wide, scale=1 / shape.peak)
+        yield f"{blk}.ffn_up.weight", noise(f"{blk}.ffn_up", *wide, scale=1 / shape.peak)
         yield f"{blk}.ffn_down.weight", votes(model, f"{blk}.ffn_down", *deep, scale=1.0)
         return
     # The token alone picks the experts, by a wide margin: a near-tie would fall with the batch size.
-    router = np.zeros((EXPERTS, EMBEDDING), np.float32)
+    router = np.zeros((EXPERTS, shape.embedding), np.float32)
     for expert in range(EXPERTS):
-        router[expert, :VOCAB] = 4 * ((np.arange(VOCAB) + expert) % EXPERTS) / PEAK
+        router[expert, :VOCAB] = 4 * ((np.arange(VOCAB) + expert) % EXPERTS) / shape.peak
     yield f"{blk}.ffn_gate_inp.weight", router
-    yield f"{blk}.ffn_gate_exps.weight", noise(f"{blk}.gate_exps", EXPERTS, *wide, scale=1 / PEAK)
-    yield f"{blk}.ffn_up_exps.weight", noise(f"{blk}.up_exps", EXPERTS, *wide, scale=1 / PEAK)
+    yield f"{blk}.ffn_gate_exps.weight", noise(f"{blk}.gate_exps", EXPERTS, *wide, scale=1 / shape.peak)
+    yield f"{blk}.ffn_up_exps.weight", noise(f"{blk}.up_exps", EXPERTS, *wide, scale=1 / shape.peak)
     yield f"{blk}.ffn_down_exps.weight", votes(model, f"{blk}.down_exps", EXPERTS, *deep, scale=1.0)
-    yield f"{blk}.ffn_gate_inp_shexp.weight", np.zeros(EMBEDDING, np.float32)
-    yield f"{blk}.ffn_gate_shexp.weight", noise(f"{blk}.gate_shexp", *wide, scale=1 / PEAK)
-    yield f"{blk}.ffn_up_shexp.weight", noise(f"{blk}.up_shexp", *wide, scale=1 / PEAK)
+    yield f"{blk}.ffn_gate_inp_shexp.weight", np.zeros(shape.embedding, np.float32)
+    yield f"{blk}.ffn_gate_shexp.weight", noise(f"{blk}.gate_shexp", *wide, scale=1 / shape.peak)
+    yield f"{blk}.ffn_up_shexp.weight", noise(f"{blk}.up_shexp", *wide, scale=1 / shape.peak)
     yield f"{blk}.ffn_down_shexp.weight", votes(model, f"{blk}.down_shexp", *deep, scale=1.0)
 
 
-def output_matrix(after: dict[int, int]) -> Array:
+def output_matrix(model: Model, after: dict[int, int]) -> Array:
     """Row: the token said; column: the token before, or a vote."""
-    out = np.zeros((VOCAB, EMBEDDING))
+    out = np.zeros((len(model.tokens), model.shape.embedding))
     for this, following in after.items():
         out[following, this] = 1.0
+    if model.says == "letters":
+        return out
     # The way out of thinking must not be voted down, or a reply might never reach its content.
     for text in ("\n", "Okay", ".\n", "</think>"):
         out[:, token(text)] *= 4
@@ -340,29 +366,30 @@ def output_matrix(after: dict[int, int]) -> Array:
 
 def tensors(model: Model) -> Iterator[tuple[str, Array]]:
     """All tensors in file order: F32 where the engine insists on it, everything else F16."""
-    ones = np.ones(EMBEDDING, np.float32)
-    after = successors(model.says)
-    yield "token_embd.weight", np.eye(VOCAB, EMBEDDING) * PEAK
+    shape, vocabulary = model.shape, len(model.tokens)
+    ones = np.ones(shape.embedding, np.float32)
+    after = letters() if model.says == "letters" else successors(model.says)
+    yield "token_embd.weight", np.eye(vocabulary, shape.embedding) * shape.peak
     yield "output_norm.weight", ones
-    yield "output.weight", output_matrix(after)
-    for layer in range(TRUNK + model.mtp):
+    yield "output.weight", output_matrix(model, after)
+    for layer in range(shape.trunk + model.mtp):
         blk = f"blk.{layer}"
-        is_draft = layer == TRUNK
+        is_draft = layer == shape.trunk
         # The draft head guesses from the token alone, so where the context is heard it is wrong now and then.
         part = Model(model.says, model.shape, model.moe) if is_draft else model
         yield f"{blk}.attn_norm.weight", ones
         yield f"{blk}.post_attention_norm.weight", ones
-        yield from attention(part, blk) if is_draft or (layer + 1) % INTERVAL == 0 else recurrent(part, blk)
+        yield from attention(part, blk) if is_draft or (layer + 1) % shape.interval == 0 else recurrent(part, blk)
         yield from feed_forward(part, blk)
     if model.mtp:
-        blk = f"blk.{TRUNK}.nextn"
-        yield f"{blk}.eh_proj.weight", np.eye(EMBEDDING, 2 * EMBEDDING)
+        blk = f"blk.{shape.trunk}.nextn"
+        yield f"{blk}.eh_proj.weight", np.eye(shape.embedding, 2 * shape.embedding)
         yield f"{blk}.enorm.weight", ones
         yield f"{blk}.hnorm.weight", ones
         yield f"{blk}.shared_head_norm.weight", ones
         if model.wrong_drafts:
             wrong = {this: token("~") if this % 2 == 0 else following for this, following in after.items()}
-            yield f"{blk}.shared_head_head.weight", output_matrix(wrong)
+            yield f"{blk}.shared_head_head.weight", output_matrix(model, wrong)
 
 
 def metadata(writer: GGUFWriter, name: str, model: Model) -> None:
@@ -373,15 +400,15 @@ def metadata(writer: GGUFWriter, name: str, model: Model) -> None:
     writer.add_quantization_version(2)
     numbers = {
         # The draft block counts as a block; readers take it off again by the second key.
-        "block_count": TRUNK + model.mtp,
+        "block_count": shape.trunk + model.mtp,
         "context_length": 262144,
-        "embedding_length": EMBEDDING,
+        "embedding_length": shape.embedding,
         "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads,
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
         "rope.dimension_count": shape.rope,
-        "full_attention_interval": INTERVAL,
+        "full_attention_interval": shape.interval,
         "ssm.conv_kernel": shape.conv,
         "ssm.state_size": shape.state,
         "ssm.group_count": shape.key_heads,
@@ -394,11 +421,11 @@ def metadata(writer: GGUFWriter, name: str, model: Model) -> None:
         numbers |= {
             "expert_count": EXPERTS,
             "expert_used_count": EXPERTS_USED,
-            "expert_feed_forward_length": FEED_FORWARD,
-            "expert_shared_feed_forward_length": FEED_FORWARD,
+            "expert_feed_forward_length": shape.feed_forward,
+            "expert_shared_feed_forward_length": shape.feed_forward,
         }
     else:
-        numbers["feed_forward_length"] = FEED_FORWARD
+        numbers["feed_forward_length"] = shape.feed_forward
     for key, value in numbers.items():
         writer.add_uint32(f"{model.arch}.{key}", value)
     writer.add_float32(f"{model.arch}.attention.layer_norm_rms_epsilon", 1e-6)
@@ -406,14 +433,15 @@ def metadata(writer: GGUFWriter, name: str, model: Model) -> None:
     writer.add_array(f"{model.arch}.rope.dimension_sections", shape.rope_sections)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen35")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types(TOKEN_TYPES)
-    writer.add_token_merges(merges())
-    writer.add_eos_token_id(token("<|im_end|>"))
-    writer.add_pad_token_id(token("<|endoftext|>"))
-    writer.add_bos_token_id(token("<|endoftext|>"))
+    writer.add_token_list(model.tokens)
+    writer.add_token_types(model.token_types)
+    writer.add_token_merges(["? !"] if model.says == "letters" else merges())  # without any, it is not loaded
+    writer.add_eos_token_id(model.tokens.index("<|im_end|>"))
+    writer.add_pad_token_id(model.tokens.index("<|endoftext|>"))
+    writer.add_bos_token_id(model.tokens.index("<|endoftext|>"))
     writer.add_add_bos_token(False)
-    writer.add_chat_template(CHAT_TEMPLATE)
+    if model.says != "letters":
+        writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def write(name: str, folder: Path, *, force: bool = False) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import zlib
@@ -18,6 +19,7 @@ import make_tiny_gguf  # noqa: E402  (a script, not a package)
 
 from looprun_models.search import find_engine  # noqa: E402
 from looprun_models.settings import load_settings  # noqa: E402
+from looprun_models.smoke import prove  # noqa: E402
 from tests.helpers import free_port  # noqa: E402
 
 SCRIPT = Path(make_tiny_gguf.__file__)
@@ -29,15 +31,16 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
 
 @pytest.fixture(scope="session")
-def probed_engine(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def probed_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is learned of the embedded engine, once: asking it again in every empty home would be most of the time."""
     folder = tmp_path_factory.mktemp("known")
-    find_engine(load_settings({"HOME": str(folder), "LOOPRUN_CACHE_DIR": str(folder), "PATH": ""}))
-    return (folder / "engines.json").read_bytes()
+    settings = load_settings({"HOME": str(folder), "LOOPRUN_CACHE_DIR": str(folder), "PATH": ""})
+    assert prove(find_engine(settings), settings).ok
+    return folder
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, probed_engine: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, probed_engine: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty home; servers end with their last user unless a test says otherwise."""
     for name in list(os.environ):
         if name.startswith(OURS) or name.upper() in PROXIES:
@@ -47,7 +50,8 @@ def home(tmp_path: Path, probed_engine: bytes, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOME", str(folder))
     cache = folder / ".cache" / "looprun"
     cache.mkdir(parents=True)
-    (cache / "engines.json").write_bytes(probed_engine)
+    for known in ("engines.json", "verdicts.json"):
+        (cache / known).write_bytes((probed_engine / known).read_bytes())
     monkeypatch.setenv("LOOPRUN_KEEP_ALIVE", "0")
     if ENGINE:
         monkeypatch.setenv("LLAMA_BIN", ENGINE)
@@ -73,6 +77,16 @@ def processes_of(home: Path) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No engine on PATH and no embedded one, unless a test puts it into the folder `path`."""
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: find_spec(name, *more) if name != "xllamacpp" else None
+    )
 
 
 @pytest.fixture(scope="session")

@@ -255,9 +255,9 @@ def test_what_is_no_command_is_a_usage_error(words: tuple[str, ...]) -> None:
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 EXIT_CODES = {
-    1: "LooprunError Declined DownloadFailed FolderUnwritable ServerInUse RuntimeBroken ContextOverflow "
+    1: "LooprunError Declined DownloadFailed InstallFailed FolderUnwritable ServerInUse RuntimeBroken ContextOverflow "
     "ServerUnavailable",
-    2: "UsageError UnknownAlias BadSetting BadProfile BadChoice BadPaths ReservedFlag UnknownRuntime",
+    2: "UsageError UnknownAlias BadSetting BadProfile BadChoice BadPaths ReservedFlag UnknownRuntime TrunkRefused",
     3: "StartFailed EngineDied StartTimeout NotOurServer ServerStopped",
     4: "Missing EngineMissing EngineTooLittle WeightsMissing WeightsBad NotEnoughMemory NotEnoughDisk",
     5: "PortInUse",
@@ -1076,10 +1076,12 @@ def test_a_choice_that_is_gone_leads_back_to_init() -> None:
 def test_init_without_an_engine_names_both_ways_to_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("looprun_models.search.importlib.util.find_spec", lambda name: None)
-    done = run("init", "--yes", "--local", "smoke")
+    done = run("init", "--local", "smoke")
     assert done.exit_code == 0, done.output
     assert "engine   none found" in done.stdout
-    assert 'next: pip install "looprun-models[embedded]"   (or set LLAMA_BIN to a llama-server of build' in done.stdout
+    assert "looprun engine install                   an official llama.cpp build" in done.stdout
+    assert "No terminal to ask on: taken as no." in done.stderr
+    assert 'next: looprun engine install   (or pip install "looprun-models[embedded]", or set LLAMA_BIN ' in done.stdout
     assert "and then looprun init --local smollm2-135m" in done.stdout
     monkeypatch.setenv("LLAMA_BIN", "/no/such")
     assert "next: point LLAMA_BIN at a llama-server, or unset it" in run("init", "--local", "smoke").stdout

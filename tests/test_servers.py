@@ -63,7 +63,7 @@ def wrapped_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wrap:
         path.write_text(
             f"#!{sys.executable}\n"
             "import ctypes, os, pathlib, signal, sys, time\n"
-            "if '-m' in sys.argv:\n"
+            "if '-m' in sys.argv and 'engine-check' not in str(sys.argv):\n"
             + textwrap.indent(before_serving, "    ")
             + "\nos.execv(sys.executable, [sys.executable, '-P', '-m', 'looprun_models.embedded', *sys.argv[1:]])\n"
         )

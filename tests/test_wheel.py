@@ -51,7 +51,7 @@ def check_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names} == {"looprun_models", f"looprun_models-{__version__}.dist-info"}
     inside = {name.removeprefix("looprun_models/") for name in names if name.startswith("looprun_models/")}
-    expected = {"py.typed"}
+    expected = {"py.typed", "smoke.gguf"}
     for folder, name in ((REPO / "looprun_models", ""), (REPO / "cli", "cli/"), (REPO / "profiles", "profiles/")):
         found = [path for kind in ("*.py", "*.toml") for path in folder.rglob(kind)]
         expected |= {name + path.relative_to(folder).as_posix() for path in found}
