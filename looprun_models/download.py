@@ -1,4 +1,6 @@
-"""Fetch a profile's GGUF: `pull` brings it whole and verified under its name, or keeps what came for the next try.
+"""Fetch a file: it comes whole and verified under its name, or what came is kept for the next try.
+
+`pull` brings a profile's GGUF, `fetch` any file of which it is known what it is.
 
 Consent is the caller's business, before it. The final name appears by a rename of a new file, never by writing into
 one that is there: a running server may have that mapped.
@@ -6,25 +8,22 @@ one that is there: a running server may have that mapped.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from looprun_models.errors import DownloadFailed, NotEnoughDisk
-from looprun_models.hub import OnNote, RemoteFile, resolve
-from looprun_models.journal import Content, Journal, journal_path, lock_path, part_path, read_progress
+from looprun_models.hub import HUB, OnNote, RemoteFile, resolve
+from looprun_models.journal import Content, Journal, held, journal_path, lock_path, part_path, read_progress
 from looprun_models.progress import OnProgress, Progress
 from looprun_models.receipts import read_receipt, receipt_path, write_receipt
 from looprun_models.registry import LocalModelSpec
 from looprun_models.settings import Settings
 from looprun_models.source import Changed, Dropped, RangesUnusable, Source
-from looprun_models.system import try_lock
 from looprun_models.transfer import Transfer
 from looprun_models.weights import shard_paths
 
@@ -32,8 +31,19 @@ DISK_MARGIN = 64 * 2**20
 """Bytes that a download leaves free: a file system filled to the last byte breaks other programs."""
 RESTARTS = 2
 """How often one call begins again because the file upstream is another one than the one begun."""
-LOOK = 0.1
-"""Seconds between looks at whether another pull has ended."""
+
+Parts = list[tuple[RemoteFile, Path]]
+"""Files and where they go; the last one is what was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What a download's messages name. again: the command that takes it up; drop: the one that removes what has
+    arrived; elsewhere: how it comes to lie on another disk."""
+
+    again: str
+    drop: str
+    elsewhere: str
 
 
 def pull(
@@ -51,27 +61,54 @@ def pull(
     was worked around; both on this thread. An interrupt keeps what has arrived.
     Raises NotEnoughDisk and DownloadFailed; what has arrived is kept wherever it can be right.
     """
+    words = Words(
+        again=f"looprun models pull {spec.alias}",
+        drop=f"looprun models rm {spec.alias} --partial",
+        elsewhere=f"set {spec.env_var} to a path on another disk",
+    )
     report, note = on_progress or (lambda _: None), on_note or (lambda _: None)
-    begun: list[tuple[RemoteFile, Path]] = []
+    _bring(lambda: _resolve_parts(spec, settings, target, note), settings, words, report, note)
+    return target
+
+
+def fetch(
+    remote: RemoteFile,
+    target: Path,
+    settings: Settings,
+    words: Words,
+    *,
+    on_progress: OnProgress | None = None,
+    on_note: OnNote | None = None,
+) -> Path:
+    """Download one file to `target`, as `pull` does."""
+    _bring(lambda: [(remote, target)], settings, words, on_progress or (lambda _: None), on_note or (lambda _: None))
+    return target
+
+
+def _bring(
+    resolve_parts: Callable[[], Parts], settings: Settings, words: Words, report: OnProgress, note: OnNote
+) -> None:
+    begun: Parts = []
     for _ in range(RESTARTS + 1):
-        parts = _resolve_parts(spec, settings, target, note)
-        # The Hub still names the same content, so only its etag was another: from here on the hash alone decides.
+        parts = resolve_parts()
+        last = parts[-1][0]
+        # The site still names the same content, so only its etag was another: from here on the hash alone decides.
         compare = parts != begun or not all(remote.sha256 for remote, _ in parts)
         try:
-            _check_disk(spec, parts)
+            _check_disk(parts, words)
             before, total = 0, sum(remote.size for remote, _ in parts)
             for remote, path in parts:
                 source = Source(remote, settings, compare=compare)
-                _Pull(spec, source, path, _shifted(report, before, total), note).run()
+                _Pull(words, source, path, _shifted(report, before, total), note).run()
                 before += remote.size
         except Changed as change:
-            note(f"{spec.file} has changed upstream: {change}; starting again from the beginning.")
+            note(f"{last.file} has changed upstream: {change}; starting again from the beginning.")
             begun = parts
         else:
-            return target
+            return
     raise DownloadFailed(
-        f"{spec.hf_repo}/{spec.file} is another file each time it is asked for.",
-        hint="try again later, or check HF_ENDPOINT: the mirror may be in the middle of an update",
+        f"{last.name} is another file each time it is asked for.",
+        hint=f"try again later, or check {last.site.variable}: the mirror may be in the middle of an update",
     )
 
 
@@ -101,9 +138,7 @@ def bytes_kept(target: Path) -> int:
     return found[0] if found else 0
 
 
-def _resolve_parts(
-    spec: LocalModelSpec, settings: Settings, target: Path, note: OnNote
-) -> list[tuple[RemoteFile, Path]]:
+def _resolve_parts(spec: LocalModelSpec, settings: Settings, target: Path, note: OnNote) -> Parts:
     first = resolve(spec, settings, on_note=note)
     same_commit = replace(spec, revision=first.revision)
     others = [path.name for path in shard_paths(Path(spec.file))[1:]]
@@ -111,7 +146,7 @@ def _resolve_parts(
     return [*parts, (first, target)]
 
 
-def _check_disk(spec: LocalModelSpec, parts: list[tuple[RemoteFile, Path]]) -> None:
+def _check_disk(parts: Parts, words: Words) -> None:
     folder = parts[0][1].parent
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     missing = sum(remote.size - bytes_kept(path) for remote, path in parts if not _is_whole(remote, path))
@@ -119,16 +154,15 @@ def _check_disk(spec: LocalModelSpec, parts: list[tuple[RemoteFile, Path]]) -> N
     if missing and free < missing + DISK_MARGIN:
         need, kept = f"{(missing + DISK_MARGIN) / 1e9:.2f} GB", any(bytes_kept(path) for _, path in parts)
         raise NotEnoughDisk(
-            f"{spec.file} needs {need}{' more' if kept else ''}, and {folder} has {free / 1e9:.2f} GB free.",
-            hint=_room(spec, kept=kept),
+            f"{parts[-1][0].file} needs {need}{' more' if kept else ''}, and {folder} has {free / 1e9:.2f} GB free.",
+            hint=_room(words, kept=kept),
         )
 
 
-def _room(spec: LocalModelSpec, *, kept: bool) -> str:
-    again = f"then `looprun models pull {spec.alias}`"
+def _room(words: Words, *, kept: bool) -> str:
     if kept:
-        return f"free some space there, {again}; `looprun models rm {spec.alias} --partial` frees what has arrived"
-    return f"free some space there, or set {spec.env_var} to a path on another disk, {again}"
+        return f"free some space there, then `{words.again}`; `{words.drop}` frees what has arrived"
+    return f"free some space there, or {words.elsewhere}, then `{words.again}`"
 
 
 def _is_whole(remote: RemoteFile, target: Path) -> bool:
@@ -150,14 +184,14 @@ def _shifted(report: OnProgress, before: int, total: int) -> OnProgress:
 class _Pull:
     """One file to one path."""
 
-    def __init__(self, spec: LocalModelSpec, source: Source, target: Path, report: OnProgress, note: OnNote) -> None:
-        self.spec, self.source, self.target, self.report, self.note = spec, source, target, report, note
+    def __init__(self, words: Words, source: Source, target: Path, report: OnProgress, note: OnNote) -> None:
+        self.words, self.source, self.target, self.report, self.note = words, source, target, report, note
         self.remote = source.remote
 
     def run(self) -> None:
         with self._disk_explained():
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            with self._alone():
+            with held(lock_path(self.target), self._wait):
                 if _is_whole(self.remote, self.target):
                     return
                 while not self._finish(self._fetched()):
@@ -188,7 +222,8 @@ class _Pull:
                     raise
             if remote.sha256 in (None, digest):
                 if not remote.sha256:
-                    self.note(f"The Hub gives no sha256 for {remote.file}: only its size and first bytes were checked.")
+                    what = f"{remote.file}: only its size and first bytes were checked."
+                    self.note(f"T{remote.site.name[1:]} gives no sha256 for {what}")
                 return journal.inode, digest
             _drop_part(self.target)
             if not journal.resumed:
@@ -197,17 +232,17 @@ class _Pull:
 
     def _mismatch(self, digest: str) -> DownloadFailed:
         hashes = f"sha256 expected {self.remote.sha256}, got {digest}"
+        again = "pull again" if self.remote.site == HUB else f"try again: `{self.words.again}`"
         return DownloadFailed(
-            f"{self.remote.file} did not arrive as it is on the Hub: {hashes}.",
-            hint="pull again; if that does not help, a proxy or a mirror may be changing the file",
+            f"{self.remote.file} did not arrive as it is on {self.remote.site.name}: {hashes}.",
+            hint=f"{again}; if that does not help, a proxy or a mirror may be changing the file",
         )
 
     def _gave_up(self, drop_: Dropped, done: int) -> DownloadFailed:
-        resumes = f"looprun models pull {self.spec.alias}"
         kept = f" {done / 1e6:,.1f} of {self.remote.size / 1e6:,.1f} MB are kept." if done else ""
         if drop_.failure:
             return DownloadFailed(f"{drop_.failure.message}{kept}", hint=drop_.failure.hint)
-        hint = f"check the network, then `{resumes}`" + (", which takes it up from there" if done else "")
+        hint = f"check the network, then `{self.words.again}`" + (", which takes it up from there" if done else "")
         return DownloadFailed(f"{self.remote.name}: {drop_.why}, again and again.{kept}", hint=hint)
 
     def _finish(self, fetched: tuple[int, str]) -> bool:
@@ -234,32 +269,12 @@ class _Pull:
         journal_path(self.target).unlink(missing_ok=True)
         return True
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold the target's lock, which the system drops with its holder; meanwhile tell how far that one is."""
-        path, waiting = lock_path(self.target), False
-        while True:
-            file = path.open("a+b")
-            try:
-                while not _locked(file.fileno()):
-                    if not waiting:
-                        waiting = True
-                        self.note(f"Another pull of {self.target.name} is running; waiting for it.")
-                    if found := read_progress(self.target):
-                        self.report(Progress("downloading", *found))
-                    time.sleep(LOOK)
-                if _same_file(file.fileno(), path):  # else its holder removed it when it was done
-                    break
-            except BaseException:
-                file.close()
-                raise
-            file.close()
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # Windows keeps files that are open; the next pull uses it again
-                path.unlink()
-            file.close()
+    def _wait(self, first: bool) -> None:
+        """While another has the lock: tell how far that one is."""
+        if first:
+            self.note(f"Another pull of {self.target.name} is running; waiting for it.")
+        if found := read_progress(self.target):
+            self.report(Progress("downloading", *found))
 
     @contextmanager
     def _disk_explained(self) -> Iterator[None]:
@@ -274,7 +289,7 @@ class _Pull:
             need, free = self.remote.size - kept, shutil.disk_usage(folder).free
             why = f"{folder} became full: {need / 1e6:,.1f} MB more are needed and {free / 1e6:,.1f} MB are free."
             raise NotEnoughDisk(
-                f"{why} What has arrived ({kept / 1e6:,.1f} MB) is kept.", hint=_room(self.spec, kept=True)
+                f"{why} What has arrived ({kept / 1e6:,.1f} MB) is kept.", hint=_room(self.words, kept=True)
             ) from error
 
 
@@ -282,18 +297,3 @@ def _drop_part(target: Path) -> None:
     """Remove an unfinished download that cannot be right; the lock, which is ours, stays."""
     part_path(target).unlink(missing_ok=True)
     journal_path(target).unlink(missing_ok=True)
-
-
-def _locked(handle: int) -> bool:
-    """Also true where the file system knows no locks: what follows is right without one, only not thrifty."""
-    try:
-        return try_lock(handle)
-    except OSError:
-        return True
-
-
-def _same_file(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False

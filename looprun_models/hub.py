@@ -28,15 +28,32 @@ _REFUSALS: dict[str | int, tuple[str, str]] = {
     429: ("was refused: too many requests", "wait a few minutes; the limit is higher with HF_TOKEN set"),
     "other": ("was not given by the Hub", "try again later"),
 }
-_ENDPOINT = r"https?://([\w.-]+|\[[\da-f:]+\])(:(?!0)[1-5]?\d{1,4}|:6[0-4]\d{3}|:65[0-4]\d\d|:655[0-2]\d|:6553[0-5])?(/[\w./~%-]*)?"
+ADDRESS = r"https?://([\w.-]+|\[[\da-f:]+\])(:(?!0)[1-5]?\d{1,4}|:6[0-4]\d{3}|:65[0-4]\d\d|:655[0-2]\d|:6553[0-5])?(/[\w./~%-]*)?"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Whose files they are, in the words of messages, and what they are: magic is how such a file may begin.
+
+    variable is the setting that points at another address in its place.
+    """
+
+    name: str
+    variable: str
+    kind: str
+    magic: tuple[bytes, ...]
+
+
+HUB = Site("the Hub", "HF_ENDPOINT", "GGUF", (b"GGUF",))
+"""The only site that is given the token."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """One file of one commit on the Hub.
+    """One file of one commit on the Hub, or of one release on another site.
 
-    revision is the commit, size is in bytes, sha256 is None where neither profile nor Hub knows it. url is on
-    the Hub, which redirects to wherever the bytes are. anonymous: the token is left out, as the Hub refuses it.
+    revision is the commit or the tag, size is in bytes, sha256 is None where nobody knows it. url is on the site,
+    which redirects to wherever the bytes are. anonymous: the token is left out, as the Hub refuses it.
     """
 
     repo: str
@@ -46,6 +63,7 @@ class RemoteFile:
     sha256: str | None
     url: str
     anonymous: bool = False
+    site: Site = HUB
 
     @property
     def name(self) -> str:
@@ -124,7 +142,7 @@ def authorization() -> str | None:
 
 
 def refusal(name: str, status: int, *, page: str, code: str = "") -> DownloadFailed:
-    """What an HTTP refusal means, and the next step. code is the Hub's own (X-Error-Code)."""
+    """What an HTTP refusal of the Hub means, and the next step. code is the Hub's own (X-Error-Code)."""
     why, hint = next(_REFUSALS[kind] for kind in (code, status, "other") if kind in _REFUSALS)
     return DownloadFailed(f"{name} {why} (HTTP {status}).", hint=hint.format(page=page))
 
@@ -183,6 +201,6 @@ def _endpoint(variable: str) -> str:
 
         return constants.ENDPOINT.strip() or constants.HUGGINGFACE_CO_URL_HOME.rstrip("/")
     # What is no address makes the HTTP library raise something that is no HTTPError.
-    if not re.fullmatch(_ENDPOINT, named, re.IGNORECASE):
+    if not re.fullmatch(ADDRESS, named, re.IGNORECASE):
         raise BadSetting("HF_ENDPOINT", re.sub(r"//[^/@]*@", "//...@", named), "an http:// or https:// address")
     return named

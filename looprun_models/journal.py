@@ -11,6 +11,9 @@ import contextlib
 import json
 import os
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -21,6 +24,8 @@ PIECE = 256 * 1024
 HEADER = 4096
 """Bytes that the JSON line is padded to; the piece bytes follow."""
 WHOLE = 1
+LOOK = 0.1
+"""Seconds between looks at whether the holder of a lock has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,49 @@ def _drop_files(target: Path) -> None:
     for path in part_files(target):
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+@contextmanager
+def held(path: Path, on_wait: Callable[[bool], None]) -> Iterator[None]:
+    """Hold the lock of a file that is there for it only; the system drops it with its holder.
+
+    on_wait is called at each look while another holds it, the first time with True.
+    """
+    first = True
+    while True:
+        file = path.open("a+b")
+        try:
+            while not _locked(file.fileno()):
+                on_wait(first)
+                first = False
+                time.sleep(LOOK)
+            if _same_file(file.fileno(), path):  # else its holder removed it when it was done
+                break
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows keeps files that are open; the next one uses it again
+            path.unlink()
+        file.close()
+
+
+def _locked(handle: int) -> bool:
+    """Also true where the file system knows no locks: what follows is right without one, only not thrifty."""
+    try:
+        return try_lock(handle)
+    except OSError:
+        return True
+
+
+def _same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def read_progress(target: Path) -> tuple[int, int] | None:

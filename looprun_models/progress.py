@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Progress:
     """How far one phase is; handed to `on_progress`.
 
-    phase is "downloading", "hashing" or "loading". done and total are bytes. done may fall back: a broken
+    phase is "downloading", "hashing", "unpacking" or "loading". done and total are bytes. done may fall back: a broken
     connection can cost bytes that were already counted.
     """
 

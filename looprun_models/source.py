@@ -19,15 +19,16 @@ from email.message import Message
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from looprun_models._version import __version__
 from looprun_models.errors import DownloadFailed
-from looprun_models.hub import RemoteFile, refusal, request_headers
+from looprun_models.hub import HUB, RemoteFile, refusal, request_headers
 from looprun_models.settings import Settings
 
 TIMEOUT = 30.0
 """Seconds to wait for a connection, an answer, or the next byte."""
 LONGEST_WAIT = 120.0
 """The most seconds of a Retry-After that are waited."""
-MAGIC = b"GGUF"
+USER_AGENT = f"looprun-models/{__version__}"
 _BROKEN = (OSError, http.client.HTTPException, ValueError)
 
 
@@ -78,14 +79,15 @@ class Stream:
 
 
 class Source:
-    """Where the bytes of one remote file come from. Each `open` asks the Hub anew, as signed addresses expire.
+    """Where the bytes of one remote file come from. Each `open` asks its site anew, as signed addresses expire.
 
     compare: whether an etag other than the first means another file. Behind some mirrors each machine has its own.
     """
 
     def __init__(self, remote: RemoteFile, settings: Settings, *, compare: bool = True) -> None:
         self.remote, self._compare = remote, compare
-        self._headers = request_headers(anonymous=remote.anonymous)
+        ours = {"User-Agent": USER_AGENT}  # no token: that is for the Hub
+        self._headers = request_headers(anonymous=remote.anonymous) if remote.site == HUB else ours
         self._proxies = proxies_of(settings.environ)
 
     def open(self, start: int, end: int, *, etag: str = "", ranged: bool = True) -> Stream:
@@ -114,9 +116,8 @@ class Source:
             raise
 
     def _send(self, request: urllib.request.Request, opened: list[socket.socket]) -> http.client.HTTPResponse:
-        handlers = [_Proxies(self._proxies), _Http(opened), _Https(opened), _SameHostOnly()]
         try:
-            response: http.client.HTTPResponse = urllib.request.build_opener(*handlers).open(request, timeout=TIMEOUT)
+            return open_url(request, self._proxies, opened)
         except urllib.error.HTTPError as error:
             with error:
                 raise self._refused(error) from None
@@ -126,24 +127,23 @@ class Source:
             raise Dropped(f"no answer for {TIMEOUT:g} seconds") from None
         except _BROKEN as error:
             raise Dropped(f"the connection broke ({_first_line(error)})") from None
-        return response
 
     def _refused(self, error: urllib.error.HTTPError) -> Exception:
-        status, code = error.code, error.headers.get("X-Error-Code", "")
-        failure = refusal(self.remote.name, status, page=self.remote.page, code=code)
+        status, site = error.code, self.remote.site
+        failure = _refusal(self.remote, status, error.headers.get("X-Error-Code", ""))
         if status == 416:
             total = re.fullmatch(r"bytes \*/(\d+)", error.headers.get("Content-Range", ""))
             if total and int(total[1]) != self.remote.size:
                 return Changed(f"its server has {int(total[1]):,} bytes")
             return RangesUnusable("refuses a range inside the file (HTTP 416)")
-        asked_the_hub = _origin(error.geturl() or "") == _origin(self.remote.url)
+        asked_the_site = _origin(error.geturl() or "") == _origin(self.remote.url)
         if 300 <= status < 400:
             where = error.headers.get("Location", "nowhere")
             return DownloadFailed(
-                f"{self.remote.name}: the Hub leads to {where}, which cannot be followed (HTTP {status}).",
-                hint="check HF_ENDPOINT, and whether a proxy stands in between",
+                f"{self.remote.name}: {site.name} leads to {where}, which cannot be followed (HTTP {status}).",
+                hint=f"check {site.variable}, and whether a proxy stands in between",
             )
-        if status in (401, 403, 404, 410) and asked_the_hub:
+        if status in (401, 403, 404, 410) and asked_the_site:
             return failure
         return Dropped(f"it answered HTTP {status}", wait=_retry_after(error.headers), failure=failure)
 
@@ -152,7 +152,7 @@ class Source:
     ) -> Stream:
         kind, there = response.headers.get_content_type(), response.headers.get("ETag", "") if self._compare else ""
         if kind == "text/html":
-            raise not_a_gguf(self.remote, "a web page")
+            raise not_the_kind(self.remote, "a web page")
         if etag and there and there != etag:
             raise Changed("its server has another version")
         if response.status == 200:
@@ -171,11 +171,29 @@ class Source:
         return Stream(response, start, there, opened)
 
 
-def not_a_gguf(remote: RemoteFile, what: str) -> DownloadFailed:
+def not_the_kind(remote: RemoteFile, what: str) -> DownloadFailed:
     return DownloadFailed(
-        f"{remote.file} is no GGUF where it was fetched from: the answer is {what}.",
-        hint="check HF_ENDPOINT, and whether a proxy or a log-in page stands in between",
+        f"{remote.file} is no {remote.site.kind} where it was fetched from: the answer is {what}.",
+        hint=f"check {remote.site.variable}, and whether a proxy or a log-in page stands in between",
     )
+
+
+def _refusal(remote: RemoteFile, status: int, code: str) -> DownloadFailed:
+    if remote.site == HUB:
+        return refusal(remote.name, status, page=remote.page, code=code)
+    return DownloadFailed(f"{remote.file} was not given by {remote.site.name} (HTTP {status}).", hint="try again later")
+
+
+def open_url(
+    request: urllib.request.Request, proxies: dict[str, str], opened: list[socket.socket]
+) -> http.client.HTTPResponse:
+    """Send a request over these proxies (`proxies_of`); `opened` gets the sockets, for another thread to shut.
+
+    Raises what urllib raises: HTTPError, URLError, TimeoutError, other OSErrors, HTTPException, ValueError.
+    """
+    handlers = [_Proxies(proxies), _Http(opened), _Https(opened), _SameHostOnly()]
+    response: http.client.HTTPResponse = urllib.request.build_opener(*handlers).open(request, timeout=TIMEOUT)
+    return response
 
 
 def proxies_of(environ: Mapping[str, str]) -> dict[str, str]:

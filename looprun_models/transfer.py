@@ -18,7 +18,7 @@ from looprun_models.errors import DownloadFailed
 from looprun_models.hub import OnNote
 from looprun_models.journal import PIECE, Journal, part_path
 from looprun_models.progress import OnProgress, Progress
-from looprun_models.source import MAGIC, Changed, Dropped, Source, Stream, not_a_gguf
+from looprun_models.source import Changed, Dropped, Source, Stream, not_the_kind
 from looprun_models.spans import Plan, Span
 
 CONNECTIONS = 4
@@ -173,8 +173,9 @@ class Transfer:
     def _keep(self, piece: int, file: BinaryIO, view: memoryview) -> None:
         if self._journal.done[piece]:
             return
-        if piece == 0 and view[:4] != MAGIC:
-            raise not_a_gguf(self._source.remote, _what_it_is(bytes(view[:24])))
+        remote = self._source.remote
+        if piece == 0 and not bytes(view[:8]).startswith(remote.site.magic):
+            raise not_the_kind(remote, _what_it_is(bytes(view[:24]), remote.site.magic[0]))
         file.seek(piece * PIECE)
         rest = view
         while rest:
@@ -215,9 +216,9 @@ class _Pace:
             self._since, self._bytes = time.monotonic(), 0
 
 
-def _what_it_is(first: bytes) -> str:
+def _what_it_is(first: bytes, instead: bytes) -> str:
     if first.lstrip().startswith(b"<"):
         return "a web page"
     if first.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the content"
-    return f"something that begins with {first[:4]!r} instead of {MAGIC!r}"
+    return f"something that begins with {first[:4]!r} instead of {instead!r}"

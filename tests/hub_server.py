@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -71,7 +71,7 @@ class Request:
 class HubServer:
     """Serves `files` ("owner/name/file" -> content) at the revisions "main" and COMMIT until `close`."""
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
+    def __init__(self, files: Mapping[str, bytes], handler: type[_Handler] | None = None) -> None:
         self.files = dict(files)
         self.faults = Faults()
         """Met by every request that comes in from now on."""
@@ -81,7 +81,7 @@ class HubServer:
         self._hashes: dict[bytes, str] = {}
         self._lock = threading.Lock()
         self.closing = threading.Event()
-        self._server = _Server((HUB_HOST, 0), _Handler)
+        self._server = _Server((HUB_HOST, 0), handler or _Handler)
         self._server.hub = self
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
@@ -126,7 +126,7 @@ class HubServer:
         self._thread.join()
         self._server.server_close()
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

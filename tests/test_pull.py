@@ -17,7 +17,7 @@ import pytest
 from looprun_models.cli import app
 from typer.testing import CliRunner
 
-from looprun_models import download, local_model, source, spans, transfer
+from looprun_models import download, journal, local_model, source, spans, transfer
 from looprun_models.errors import WeightsMissing
 from looprun_models.journal import PIECE, journal_path, lock_path, part_path, read_progress
 from looprun_models.system import try_lock
@@ -148,7 +148,7 @@ def test_without_working_locks_two_pulls_still_end_right(
     """The other one begins, ends, and takes the part file away while the first is half-way."""
     content = made_up(20 * PIECE)
     hub.files = {f"{REPO}/{FILE}": content}
-    monkeypatch.setattr(download, "try_lock", lambda handle: True)
+    monkeypatch.setattr(journal, "try_lock", lambda handle: True)
     finish, others = download._Pull._finish, list[str]()
 
     def interrupted(self: download._Pull, fetched: tuple[int, str]) -> bool:
