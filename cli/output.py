@@ -68,6 +68,13 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def harmless(text: str) -> str:
+    """Any text as one that a terminal only shows: what would steer it, or cannot be written, is escaped."""
+    told = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return told.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def agree(question: str, *, yes: bool) -> bool:
     """Consent: `--yes`, or a terminal and the answer y or yes. No terminal and no `--yes` means no."""
     if yes:

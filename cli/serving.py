@@ -231,6 +231,11 @@ def ask(
         ready = f"ready after {time.monotonic() - began:.1f} s"
         told = _print_answer(model, text, max_tokens)
     note(f"[{model.model}: {ready}, {told}]")
+    note_stay(model, settings)
+
+
+def note_stay(model: LocalModel, settings: Settings) -> None:
+    """Say how long a server that was started for this command stays, if it does."""
     stays = DEFAULT_KEEP_ALIVE if settings.keep_alive is None else settings.keep_alive
     if isinstance(model.server, Lease) and not model.server.already_running and stays:
         note(f"[it stays loaded for {stays:g} s: looprun models stop {model.spec.alias}]")

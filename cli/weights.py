@@ -108,7 +108,7 @@ def disk(json: Json = False) -> None:
         rows.append((share.alias, share.state, *sizes, _remark(share)))
     table(rows)
     say(f"\nin all   {size(told.weights)} weights (a shared file counted once), {size(told.partials)} partials,")
-    say(f"         {size(told.slot_states)} trunk states, {size(told.logs)} logs")
+    say(f"         {size(told.slot_states)} trunk states (looprun trunks list), {size(told.logs)} logs")
 
 
 def rm(

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
         local_model_status,
         localModel,
     )
-    from looprun_models.errors import ContextOverflow, LooprunError, ServerUnavailable
+    from looprun_models.errors import ContextOverflow, LooprunError, ServerUnavailable, TrunkRefused
     from looprun_models.progress import Progress
     from looprun_models.registry import LocalModelSpec, resolve_alias
+    from looprun_models.reply import Warmth, warmth
+    from looprun_models.resident import AsyncTrunk, Trunk
     from looprun_models.runtime import LlamaCppRuntime, ModelRuntimePort, RuntimeStatus, ServerHandle
 
 _HOMES = {
@@ -35,17 +37,23 @@ _HOMES = {
     "ContextOverflow": "errors",
     "LooprunError": "errors",
     "ServerUnavailable": "errors",
+    "TrunkRefused": "errors",
     "Progress": "progress",
     "LocalModelSpec": "registry",
     "resolve_alias": "registry",
+    "AsyncTrunk": "resident",
+    "Trunk": "resident",
     "LlamaCppRuntime": "runtime",
     "ModelRuntimePort": "runtime",
     "RuntimeStatus": "runtime",
     "ServerHandle": "runtime",
+    "Warmth": "reply",
+    "warmth": "reply",
 }
 
 __all__ = [
     "AsyncLocalModel",
+    "AsyncTrunk",
     "ContextOverflow",
     "LlamaCppRuntime",
     "LocalModel",
@@ -56,12 +64,16 @@ __all__ = [
     "RuntimeStatus",
     "ServerHandle",
     "ServerUnavailable",
+    "Trunk",
+    "TrunkRefused",
+    "Warmth",
     "__version__",
     "async_local_model",
     "localModel",
     "local_model",
     "local_model_status",
     "resolve_alias",
+    "warmth",
 ]
 
 

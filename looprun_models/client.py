@@ -16,10 +16,12 @@ from typing import Any, Self, TypeVar
 import openai
 from openai.resources.chat import Chat as _Chat  # noqa: F401 (loaded now: the first `.chat` would otherwise pay for it)
 
-from looprun_models.errors import ContextOverflow, ServerUnavailable, UsageError
+from looprun_models.errors import ContextOverflow, LooprunError, ServerUnavailable, UsageError
+from looprun_models.prefix import Prefix
 from looprun_models.progress import OnProgress, Progress
 from looprun_models.registry import LocalModelSpec, resolve_alias
 from looprun_models.request import Options
+from looprun_models.resident import AsyncTrunk, Trunk
 from looprun_models.runtime import (
     LLAMA_CPP,
     LlamaCppRuntime,
@@ -30,6 +32,8 @@ from looprun_models.runtime import (
 )
 from looprun_models.runtimes.external import http_library, http_options
 from looprun_models.settings import load_settings
+from looprun_models.slot import SlotRefused
+from looprun_models.trunks import Keeper
 
 CONNECT_TIMEOUT = 5.0
 """Seconds; a loopback server accepts at once or not at all. There is no read limit: a long prefill is not a failure."""
@@ -92,6 +96,29 @@ class _Local:
             "extra_body": {"chat_template_kwargs": template_args},
         }
 
+    def _keeper(self) -> Keeper:
+        record = getattr(self.server, "record", None)
+        if record is None:
+            raise UsageError(
+                f"trunks need a server that looprun runs; {self.spec.alias} is served by {type(self.server).__name__}.",
+                hint="use model.chat.completions.create(...) there, or leave runtime= out",
+            )
+        return Keeper(record, load_settings())
+
+    def _prefix(self, keeper: Keeper, messages: Sequence[Any], tools: Any, template_args: Any) -> Prefix:
+        args = self.spec.template_args if template_args is None else template_args
+        try:
+            return keeper.prefix(messages, tools, args)
+        except SlotRefused as refused:
+            raise self._refused(refused) from refused
+
+    def _refused(self, refused: SlotRefused) -> LooprunError:
+        if refused.status:
+            return ServerUnavailable(
+                f"the engine refused: {refused.why}", hint=f"looprun models logs {self.spec.alias}"
+            )
+        return self._gone(_http.Request("POST", self.server.base_url))
+
     def _adopt(self, source: Self, headers: Mapping[str, str]) -> Self:
         """Make a copy by `with_options()` a local model as well; only the original gives the server up."""
         self.model, self.spec, self.server, self._owner = source.model, source.spec, source.server, False
@@ -134,6 +161,26 @@ class LocalModel(_Local, openai.OpenAI):
 
     with_options = copy
 
+    def trunk(
+        self,
+        label: str,
+        *,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Trunk:
+        """Make an agent's fixed beginning resident in the server, and keep it so over turns, switches and restarts.
+
+        label: any text; only a name. messages: what every chat of the agent begins with. template_args: arguments of
+        the chat template, the profile's by default. Raises TrunkRefused when chats that begin so share no prefix.
+        """
+        keeper = self._keeper()
+        prefix = self._prefix(keeper, messages, tools, template_args)
+        try:
+            return Trunk(self, keeper, label, prefix, keeper.bring(prefix, label))
+        except SlotRefused as refused:
+            raise self._refused(refused) from refused
+
     def close(self) -> None:
         """Give the server up; it ends when nobody uses it and its keep-alive is over. Idempotent."""
         if self._owner:
@@ -174,6 +221,26 @@ class AsyncLocalModel(_Local, openai.AsyncOpenAI):
         return copied._adopt(self, _copied_headers(self, options))
 
     with_options = copy
+
+    async def trunk(
+        self,
+        label: str,
+        *,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> AsyncTrunk:
+        """As `LocalModel.trunk`; the loop is not blocked meanwhile."""
+
+        def make() -> AsyncTrunk:
+            keeper = self._keeper()
+            prefix = self._prefix(keeper, messages, tools, template_args)
+            try:
+                return AsyncTrunk(self, keeper, label, prefix, keeper.bring(prefix, label))
+            except SlotRefused as refused:
+                raise self._refused(refused) from refused
+
+        return await asyncio.to_thread(make)
 
     async def close(self) -> None:
         """Give the server up; it ends when nobody uses it and its keep-alive is over. Idempotent."""
@@ -362,7 +429,7 @@ def _client(kind: type[Client], http: Callable[..., Any], spec: LocalModelSpec, 
         api_key=handle.api_key or NO_KEY,
         max_retries=0,
         timeout=_timeout(),
-        http_client=http(**http_options(handle.base_url), timeout=_timeout()),
+        http_client=http(**http_options(handle.base_url), timeout=_timeout(), limits=_limits()),
     )
     client.model, client.spec, client.server = getattr(handle, "served_id", spec.served_id), spec, handle
     client._owner = True
@@ -410,6 +477,13 @@ def _told_in_stream(error: openai.APIError, response: Any) -> openai.APIError:
     if isinstance(body, dict) and body.get("type") == "exceed_context_size_error":
         return _overflow(body, response) or error
     return openai.APIError(body, response.request, body=body) if isinstance(body, str) else error
+
+
+@functools.cache
+def _limits() -> Any:
+    """No connection is used twice: some engines close one after a stream just as the next request comes on it, and a
+    new one on this machine costs nothing."""
+    return _http.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 @functools.cache

@@ -2,13 +2,13 @@
 
     LooprunError                    exit 1   anything that is not a bug
     ├── UsageError                  exit 2   what was typed or set is wrong
-    │   ├── UnknownAlias, BadSetting, BadProfile, BadChoice, BadPaths, ReservedFlag, UnknownRuntime
+    │   ├── UnknownAlias, BadSetting, BadProfile, BadChoice, BadPaths, ReservedFlag, UnknownRuntime, TrunkRefused
     ├── StartFailed                 exit 3   the server did not come up, or went down while it was needed
     │   ├── EngineDied, StartTimeout, NotOurServer, ServerStopped
     ├── Missing                     exit 4   something needed is not there
     │   ├── EngineMissing, EngineTooLittle, WeightsMissing, WeightsBad, NotEnoughMemory, NotEnoughDisk
     ├── PortInUse                   exit 5   the port belongs to someone else
-    ├── Declined, DownloadFailed, FolderUnwritable, ServerInUse, RuntimeBroken
+    ├── Declined, DownloadFailed, InstallFailed, FolderUnwritable, ServerInUse, RuntimeBroken
     └── ContextOverflow, ServerUnavailable   raised by the client while it is used
 
 The command line prints `str(error)` and exits with `exit_code`; nothing else maps errors to exit codes.
@@ -107,6 +107,10 @@ class UnknownRuntime(UsageError):
         self.name, self.known = name, tuple(known)
 
 
+class TrunkRefused(UsageError):
+    """These messages and tools are no beginning that chats could share; the message says where they part."""
+
+
 class StartFailed(LooprunError):
     """The server did not become ready, or ended while it was needed."""
 
@@ -186,6 +190,10 @@ class Declined(LooprunError):
 
 class DownloadFailed(LooprunError):
     """A file could not be fetched whole."""
+
+
+class InstallFailed(LooprunError):
+    """An engine was not installed; the engines that were there are as they were."""
 
 
 class FolderUnwritable(LooprunError):

@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from looprun_models.engine import EMBEDDED, FLOOR, Device, Engine, child_environ, system_config
+from looprun_models.engine import EMBEDDED, FLOOR, Device, Engine, system_config
 from looprun_models.errors import BadSetting, EngineTooLittle, NotEnoughMemory, UsageError, WeightsBad
 from looprun_models.fit import Fit, Sizing, fit_plan, gib
 from looprun_models.gguf import GgufHeader
 from looprun_models.machine import Machine
+from looprun_models.probe import child_environ
 from looprun_models.registry import LocalModelSpec
 from looprun_models.request import Options, Request
 from looprun_models.settings import Settings
 from looprun_models.system import LOOPBACK
+
+STATELESS = {
+    *("-m", "--host", "--port", "--alias", "--cors-origins", "--metrics", "--slots", "--slot-save-path"),
+    *("-t", "-tb", "-ngl", "-ncmoe", "--load-mode", "--mlock", "--no-mmap", "-ctxcp", "--cache-ram"),
+}
+"""Flags that change neither what a saved slot state holds nor whether it can be read. Others, under other names too, make
+states of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,8 @@ class LaunchPlan:
     env: Mapping[str, str] = field(repr=False)
     fit: Fit | None
     notes: tuple[str, ...]
+    slots: SlotFolder
+    architecture: str = ""
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -69,6 +79,17 @@ class LaunchPlan:
         loader = [name for name in ("LD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH") if name in self.env]
         paths = [f"{name}={shlex.quote(self.env[name])} " for name in loader if self.engine.library_path]
         return "".join(paths) + shlex.join(self.argv)
+
+    def _number(self, name: str) -> int:
+        return next(int(flag.words[1]) for flag in self.flags if flag.words[0] == name)
+
+    def _state_words(self) -> Iterator[str]:
+        for flag in self.flags:
+            matters = True
+            for word in flag.words:  # what is passed through is many flags in one
+                matters = word not in STATELESS if re.match(r"--?[A-Za-z]", word) else matters
+                if matters:
+                    yield word
 
     def record_fields(self) -> dict[str, Any]:
         """What the record of a server of this plan says before it is started."""
@@ -89,6 +110,13 @@ class LaunchPlan:
             "build": self.engine.build,
             "summary": summarise(self),
             "notes": list(self.notes),
+            "architecture": self.architecture,
+            "slot_dir": str(self.slots.path) if self.slots.path else None,
+            "slot_note": self.slots.why,
+            "state_flags": shlex.join(self._state_words()),
+            "cache_bytes": self._number("--cache-ram") << 20,
+            "token_bytes": self.fit.kv // self.ctx if self.fit else 0,
+            "checkpoint_bytes": self.fit.recurrent + self.fit.checkpoints if self.fit else 0,
         }
 
 
@@ -114,10 +142,12 @@ def plan_launch(
     machine: Machine,
     devices: tuple[Device, ...] = (),
     slots: SlotFolder,
+    check_flags: bool = True,
 ) -> LaunchPlan:
     """The complete plan. Raises EngineTooLittle, WeightsBad or BadSetting for what could not work.
 
-    header None (no weights yet) gives a plan to look at: nothing is fitted, and `fit` is None.
+    header None (no weights yet) gives a plan to look at: nothing is fitted, and `fit` is None. check_flags off leaves
+    flags in it that the engine lacks (`missing_flags` names them).
     """
     if header is not None:
         _check_model(spec, request, header)
@@ -135,7 +165,8 @@ def plan_launch(
     api_key = options.api_key or (None if engine.has("--cors-origins") else options.spare_key) or None
     weights = Flag(("-m", str(model)), model_origin, "the weights")
     flags = _recipe(spec, settings, request, options, port, engine, weights, machine, fit, slots.path)
-    _check_flags(flags, engine)
+    if check_flags:
+        _check_flags(flags, engine)
     needs_path = not engine.embedded and (engine.library_path or machine.system == "Darwin")
     env, dropped = child_environ(settings, library_path=engine.path.parent if needs_path else None)
     if api_key:
@@ -155,7 +186,14 @@ def plan_launch(
         env=env,
         fit=fit,
         notes=tuple(_notes(spec, settings, engine, machine, devices, fit, dropped, slots)),
+        slots=slots,
+        architecture=header.architecture if header else "",
     )
+
+
+def missing_flags(plan: LaunchPlan) -> tuple[str, ...]:
+    """The flags of the plan that its engine does not list."""
+    return tuple(word for _, word in _unlisted(plan.flags, plan.engine))
 
 
 def check_memory(plan: LaunchPlan, running: Iterable[str] = (), *, smaller: str = "") -> None:
@@ -200,19 +238,16 @@ def _check_model(spec: LocalModelSpec, request: Request, header: GgufHeader) -> 
 
 def _check_flags(flags: Sequence[Flag], engine: Engine) -> None:
     """Each flag is one the engine lists: a refusal here costs nothing, at the engine it costs a start."""
-    for flag in flags:
-        for word in flag.words:
-            if not re.match(r"--?[A-Za-z]", word) or word in engine.flags:
-                continue
-            if flag.origin == "option":
-                raise UsageError(
-                    f"the engine {engine.label} does not know the flag {word}.",
-                    hint=f"{' '.join(engine.command)} --help lists what it takes",
-                )
-            raise EngineTooLittle(
-                f"the engine {engine.label} lacks {word}, which the recipe needs ({flag.reason}).",
-                hint=f"use a llama-server of build b{FLOOR} or later (LLAMA_BIN), or the embedded engine: {EMBEDDED}",
+    for flag, word in _unlisted(flags, engine):
+        if flag.origin == "option":
+            raise UsageError(
+                f"the engine {engine.label} does not know the flag {word}.",
+                hint=f"{' '.join(engine.command)} --help lists what it takes",
             )
+        raise EngineTooLittle(
+            f"the engine {engine.label} lacks {word}, which the recipe needs ({flag.reason}).",
+            hint=f"use a llama-server of build b{FLOOR} or later (LLAMA_BIN), or the embedded engine: {EMBEDDED}",
+        )
     drafts = next((flag for flag in flags if flag.words[0] == "--spec-type"), None)
     for kind in drafts.words[1].split(",") if drafts else ():
         if not re.search(rf"(?<![\w-]){re.escape(kind)}(?![\w-])", engine.help_text):
@@ -220,6 +255,11 @@ def _check_flags(flags: Sequence[Flag], engine: Engine) -> None:
                 f"the engine {engine.label} does not know --spec-type {kind} ({drafts.origin if drafts else ''}).",
                 hint="serve without drafts: LLAMA_SPEC_TYPE='', or use a newer engine (LLAMA_BIN)",
             )
+
+
+def _unlisted(flags: Iterable[Flag], engine: Engine) -> Iterator[tuple[Flag, str]]:
+    for flag in flags:
+        yield from ((flag, w) for w in flag.words if re.match(r"--?[A-Za-z]", w) and w not in engine.flags)
 
 
 def _recipe(

@@ -149,6 +149,7 @@ def _start(settings: Settings, plan: LaunchPlan, keep_alive: float | None) -> Le
     channel.sock.settimeout(30)
     first = channel.receive()
     if first is None or first.get("token") != token:
+        channel.close()
         if shutil.disk_usage(settings.state_dir).free < NEEDED_FOR_A_RECORD:
             raise NotEnoughDisk(
                 f"the disk of {settings.state_dir} is full: a server needs its record and its log there.",

@@ -29,8 +29,8 @@ DEFAULT_KEEP_ALIVE = 300.0
 class Settings:
     """What the environment says. None is "unset"; an empty string is "explicitly off" where that exists.
 
-    ctx is in tokens, cache_ram in MiB, keep_alive in seconds. environ is the whole environment as it was read, the base
-    of what child programs get. home is None when there is no usable home folder.
+    ctx is in tokens, cache_ram in MiB, trunk_budget in bytes, keep_alive in seconds. environ is the whole environment
+    as it was read, the base of what child programs get. home is None when there is no usable home folder.
     """
 
     environ: Mapping[str, str]
@@ -39,11 +39,13 @@ class Settings:
     state_dir: Path
     cache_dir: Path
     llama_bin: str | None = None
+    engine_index: str | None = None
     port: int | None = None
     kv: str | None = None
     ctx: int | None = None
     cache_ram: int | None = None
     slot_save_path: str | None = None
+    trunk_budget: int | None = None
     spec_type: str | None = None
     keep_alive: float | None = None
     external_url: str | None = None
@@ -66,6 +68,11 @@ class Settings:
     @property
     def logs_dir(self) -> Path:
         return self.state_dir / "logs"
+
+    @property
+    def slots_dir(self) -> Path:
+        """Where saved slot states are looked for: the folder that is named, else ours, also while saving is off."""
+        return self.expand(self.slot_save_path).absolute() if self.slot_save_path else self.cache_dir / "slot-states"
 
     @property
     def user_profiles_dir(self) -> Path:
@@ -106,6 +113,7 @@ def load_settings(environ: Mapping[str, str] | None = None, *, lenient: bool = F
     kv = text("LLAMA_KV")
     if kv is not None and kv not in KV_TYPES and not lenient:
         raise BadSetting("LLAMA_KV", kv, " or ".join(KV_TYPES))
+    budget = number("LOOPRUN_TRUNK_BUDGET", float, lambda gb: 0 <= gb < 1e9, "a number of GB, 0 or more")
     home = _home(env)
     return Settings(
         environ=env,
@@ -114,11 +122,13 @@ def load_settings(environ: Mapping[str, str] | None = None, *, lenient: bool = F
         state_dir=_folder(env, home, "LOOPRUN_STATE_DIR", _user_folder(platformdirs.user_state_path)),
         cache_dir=_folder(env, home, "LOOPRUN_CACHE_DIR", _user_folder(platformdirs.user_cache_path)),
         llama_bin=text("LLAMA_BIN"),
+        engine_index=text("LOOPRUN_ENGINE_INDEX"),
         port=number("LLAMA_PORT", int, lambda port: 1 <= port <= 65535, "a port from 1 to 65535"),
         kv=kv,
         ctx=number("LLAMA_CTX", int, lambda ctx: ctx > 0, "a number of tokens above 0"),
         cache_ram=number("LLAMA_CACHE_RAM", int, lambda mib: mib >= 0, "a number of MiB, 0 or more"),
         slot_save_path=_clean(env["LLAMA_SLOT_SAVE_PATH"]) if "LLAMA_SLOT_SAVE_PATH" in env else None,
+        trunk_budget=None if budget is None else round(budget * 1e9),
         spec_type=_clean(env["LLAMA_SPEC_TYPE"]) if "LLAMA_SPEC_TYPE" in env else None,
         keep_alive=number(
             "LOOPRUN_KEEP_ALIVE", float, lambda s: 0 <= s < float("inf"), "a number of seconds, 0 or more"

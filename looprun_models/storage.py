@@ -6,6 +6,8 @@ An adopted file is never removed: its profile only stops using it.
 
 from __future__ import annotations
 
+import contextlib
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +59,8 @@ def account(settings: Settings) -> Account:
     shares = tuple(_share(spec, settings, specs) for spec in specs)
     whole = {path.resolve() for share in shares for path in shard_paths(share.path)}
     parts = {part for spec in specs for part in partials_of(spec, settings)}
-    slots = settings.expand(settings.slot_save_path) if settings.slot_save_path else settings.cache_dir / "slot-states"
     logs = settings.logs_dir.glob("*.log")
-    return Account(shares, _bytes(whole), bytes_of(parts), _bytes(logs), _folder_bytes(slots))
+    return Account(shares, _bytes(whole), bytes_of(parts), _bytes(logs), _folder_bytes(settings.slots_dir))
 
 
 def sharers(spec: LocalModelSpec, settings: Settings) -> tuple[str, ...]:
@@ -198,4 +199,10 @@ def _bytes(paths: Iterable[Path]) -> int:
 
 
 def _folder_bytes(folder: Path) -> int:
-    return _bytes(folder.glob("*")) if folder.is_dir() else 0
+    """Of the files in it: a link counts nothing, nor does one that goes meanwhile to make room for another."""
+    total = 0
+    for path in folder.glob("*") if folder.is_dir() else ():
+        with contextlib.suppress(OSError):
+            seen = path.lstat()
+            total += seen.st_size if stat.S_ISREG(seen.st_mode) else 0
+    return total

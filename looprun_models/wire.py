@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-__all__ = ["Channel", "Identity", "Record", "dial_host", "get_json", "identify", "proves", "stop_process"]
+__all__ = [
+    "Channel",
+    "Identity",
+    "Record",
+    "dial_host",
+    "get_json",
+    "get_text",
+    "identify",
+    "post_json",
+    "proves",
+    "stop_process",
+]
 
 ANSWER_CAP = 4 << 20
 """Bytes of an answer that are read: a stranger may send for ever."""
@@ -56,6 +67,13 @@ class Record:
     build: int | None
     summary: str
     notes: list[str]
+    architecture: str
+    slot_dir: str | None
+    slot_note: str
+    state_flags: str
+    cache_bytes: int
+    token_bytes: int
+    checkpoint_bytes: int
     log: str
     started: float
     lease_port: int
@@ -182,13 +200,37 @@ def get_json(host: str, port: int, path: str, key: str | None, timeout: float) -
     """GET over a direct connection (no proxy is ever asked): status, and the body if it is JSON, else None.
 
     timeout: seconds for all of it. Raises OSError when nothing answers in time, ValueError when what answers is not
-    HTTP. Written out because http.client brings e-mail and TLS with it, 6 MB in every supervisor; HTTP/1.0 has neither
-    chunks nor a connection that stays open.
+    HTTP.
     """
+    status, body = _exchange("GET", host, port, path, key, timeout, b"")
+    return status, _parsed(body)
+
+
+def get_text(host: str, port: int, path: str, key: str | None, timeout: float) -> tuple[int, str]:
+    """As `get_json`, for what is no JSON."""
+    status, body = _exchange("GET", host, port, path, key, timeout, b"")
+    return status, body.decode("utf-8", "replace")
+
+
+def post_json(host: str, port: int, path: str, key: str | None, timeout: float, body: Any) -> tuple[int, Any]:
+    """POST of a JSON body; as `get_json` in all else."""
+    status, answer = _exchange("POST", host, port, path, key, timeout, json.dumps(body).encode())
+    return status, _parsed(answer)
+
+
+def _exchange(
+    method: str, host: str, port: int, path: str, key: str | None, timeout: float, body: bytes
+) -> tuple[int, bytes]:
+    """Written out because http.client brings e-mail and TLS with it, 6 MB in every supervisor; HTTP/1.0 has neither
+    chunks nor a connection that stays open."""
     deadline = time.monotonic() + timeout
-    key_line = f"Authorization: Bearer {key}\r\n" if key else ""
+    head = f"{method} {path} HTTP/1.0\r\nHost: {bracketed(host)}:{port}\r\n"
+    if key:
+        head += f"Authorization: Bearer {key}\r\n"
+    if body:
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection((dial_host(host), port), timeout) as connection:
-        connection.sendall(f"GET {path} HTTP/1.0\r\nHost: {bracketed(host)}:{port}\r\n{key_line}\r\n".encode())
+        connection.sendall(f"{head}\r\n".encode() + body)
         answer = b""
         while len(answer) < ANSWER_CAP:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -196,15 +238,18 @@ def get_json(host: str, port: int, path: str, key: str | None, timeout: float) -
             if not piece:
                 break
             answer += piece
-    head, _, body = answer.partition(b"\r\n\r\n")
-    protocol, _, rest = head.partition(b" ")
+    top, _, said = answer.partition(b"\r\n\r\n")
+    protocol, _, rest = top.partition(b" ")
     if not protocol.startswith(b"HTTP/"):
         raise ValueError(f"port {port} does not speak HTTP")
-    status = int(rest[:3])
+    return int(rest[:3]), said
+
+
+def _parsed(body: bytes) -> Any:
     try:
-        return status, json.loads(body)
+        return json.loads(body)
     except ValueError:
-        return status, None
+        return None
 
 
 def identify(host: str, port: int, key: str | None, timeout: float = 2.0) -> Identity | None:

@@ -106,7 +106,8 @@ def gated_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
     gate, program = tmp_path / "gate", tmp_path / "llama-server"
     program.write_text(
         f"#!{sys.executable}\nimport os, sys, time\n"
-        f"while '-m' in sys.argv and not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        f"while '-m' in sys.argv and 'engine-check' not in str(sys.argv) and not os.path.exists({str(gate)!r}):\n"
+        "    time.sleep(0.01)\n"
         f"os.execv({sys.executable!r}, [{sys.executable!r}, '-m', 'looprun_models.embedded', *sys.argv[1:]])\n"
     )
     program.chmod(0o755)

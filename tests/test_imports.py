@@ -21,13 +21,15 @@ PACKAGE = REPO / "looprun_models"
 ORDER = (
     ("_version", "profiles", "errors", "progress", "settings", "_posix", "_windows", "system"),
     ("registry", "machine", "ggufformat", "gguf"),
-    ("receipts", "paths", "journal", "weights", "hub", "source", "spans", "transfer", "download", "engine", "search"),
+    ("receipts", "paths", "journal", "weights", "hub", "source", "spans", "transfer", "download"),
+    ("probe", "engine", "verdicts", "search", "variants", "releases", "unpack", "staging"),
     ("fit", "request", "launch"),
-    ("wire", "failure", "records", "lease", "servers"),
+    ("wire", "failure", "records", "lease", "servers", "smoke", "install", "removal"),
     ("adoption", "storage"),
     ("runtime", "runtimes.external", "runtimes.mlx", "runtimes.vllm", "runtimes"),
-    ("trunks", "measure"),
-    ("client", "testing"),
+    ("trunkfiles", "trunkentry", "trunkmisses", "trunkstore"),
+    ("slot", "prefix", "reply", "ledger", "trunks", "obsolete", "measure"),
+    ("resident", "client", "testing"),
     ("cli",),
 )
 """Left to right. A module imports only from groups to its left and, within its group, from those before it."""
@@ -41,7 +43,7 @@ READS_THE_ENVIRONMENT = {
     "settings",
     "embedded",  # a program in llama-server's place, which reads the key as that does
 }
-STARTS_PROGRAMS = {"engine", "servers", "supervisor", "_posix", "_windows"}
+STARTS_PROGRAMS = {"probe", "servers", "supervisor", "_posix", "_windows"}
 HEAVY = ("openai", "httpx", "httpx2", "huggingface_hub", "rich", "typer", "psutil", "pydantic", "numpy", "xllamacpp")
 
 
@@ -175,7 +177,9 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
         looprun_models.local_modell  # noqa: B018
 
 
-@pytest.mark.parametrize("words", [["--help"], ["models", "list"], ["models", "status", "--json"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["models", "list"], ["models", "status", "--json"], ["trunks", "list"], ["trunks", "clean"]]
+)
 def test_commands_that_look_load_no_client_and_no_download(words: list[str]) -> None:
     loaded = loaded_after(
         f"sys.argv = ['looprun', *{words!r}]\nfrom looprun_models.cli.app import main\n"

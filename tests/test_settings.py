@@ -16,6 +16,7 @@ NUMBERS = {
     "LLAMA_CTX": "a number of tokens above 0",
     "LLAMA_CACHE_RAM": "a number of MiB, 0 or more",
     "LOOPRUN_KEEP_ALIVE": "a number of seconds, 0 or more",
+    "LOOPRUN_TRUNK_BUDGET": "a number of GB, 0 or more",
 }
 FIELDS = {
     "LLAMA_BIN": "llama_bin",
@@ -26,6 +27,7 @@ FIELDS = {
     "LLAMA_SLOT_SAVE_PATH": "slot_save_path",
     "LLAMA_SPEC_TYPE": "spec_type",
     "LOOPRUN_KEEP_ALIVE": "keep_alive",
+    "LOOPRUN_TRUNK_BUDGET": "trunk_budget",
     "LOOPRUN_EXTERNAL_URL": "external_url",
     "LOOPRUN_EXTERNAL_KEY": "external_key",
     "LOOPRUN_EXTERNAL_MODEL": "external_model",
@@ -56,6 +58,8 @@ def test_an_empty_environment_decides_nothing() -> None:
         ("LLAMA_SLOT_SAVE_PATH", "~/slots", "~/slots"),
         ("LLAMA_SPEC_TYPE", "draft-mtp", "draft-mtp"),
         ("LOOPRUN_KEEP_ALIVE", "0.5", 0.5),
+        ("LOOPRUN_TRUNK_BUDGET", "1.5", 1_500_000_000),
+        ("LOOPRUN_TRUNK_BUDGET", "0", 0),
         ("LOOPRUN_EXTERNAL_URL", "http://127.0.0.1:1234/v1", "http://127.0.0.1:1234/v1"),
         ("LOOPRUN_EXTERNAL_KEY", "k", "k"),
         ("LOOPRUN_EXTERNAL_MODEL", "m", "m"),
@@ -80,6 +84,7 @@ def test_blank_means_unset_or_off(variable: str, blank: str) -> None:
         *[("LLAMA_CTX", value) for value in ("0", "-4096", "8k", "1e4")],
         *[("LLAMA_CACHE_RAM", value) for value in ("-1", "512M", "1.5")],
         *[("LOOPRUN_KEEP_ALIVE", value) for value in ("-1", "inf", "nan", "5m")],
+        *[("LOOPRUN_TRUNK_BUDGET", value) for value in ("-1", "inf", "nan", "8GB", "1e300")],
     ],
 )
 def test_a_number_out_of_range_names_variable_value_and_range(variable: str, value: str) -> None:

@@ -17,8 +17,10 @@ from looprun_models.registry import LocalModelSpec, resolve_alias
 from looprun_models.runtime import LlamaCppRuntime
 from looprun_models.settings import load_settings
 from looprun_models.storage import Share, account, partials_of, remove, sharers
+from looprun_models.trunkstore import TrunkStore
 from looprun_models.weights import inspect_weights, weights_path
 from tests.helpers import wait_for
+from tests.test_trunkstore import STATE, meta, save
 from tests.test_weights import split
 
 Profile = Callable[..., str]
@@ -106,6 +108,31 @@ def test_everything_is_counted_where_it_belongs(
 
 def test_a_named_slot_folder_is_the_one_that_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trunk").write_bytes(bytes(9))
+    monkeypatch.setenv("LLAMA_SLOT_SAVE_PATH", str(tmp_path))
+    assert account(load_settings()).slot_states == 9
+
+
+def test_the_files_of_the_trunk_store_are_counted_and_what_a_link_points_to_is_not(tmp_path: Path) -> None:
+    store = TrunkStore(load_settings().cache_dir / "slot-states", 1 << 30)
+    save(store, meta())
+    store.reserve(meta().key)
+    (tmp_path / "outside").write_bytes(bytes(9))
+    (store.folder / "link").symlink_to(tmp_path / "outside")
+    assert account(load_settings()).slot_states == store.total() > len(STATE)
+
+
+def test_a_trunk_that_goes_while_it_is_counted_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).write_bytes(bytes(9))
+    glob = Path.glob
+
+    def then_one_goes(self: Path, pattern: str) -> list[Path]:
+        seen = list(glob(self, pattern))
+        if self == tmp_path:
+            (tmp_path / "first").unlink()
+        return seen
+
+    monkeypatch.setattr(Path, "glob", then_one_goes)
     monkeypatch.setenv("LLAMA_SLOT_SAVE_PATH", str(tmp_path))
     assert account(load_settings()).slot_states == 9
 

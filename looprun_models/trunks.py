@@ -1,0 +1,355 @@
+"""Trunks on one server: made resident by the cheapest way that is known to work, and proved by what was reused.
+
+    in the slot or the RAM cache   -> nothing to do
+    saved, verified                -> restored (a conversation in the slot is put into the RAM cache first)
+    neither                        -> read once, and saved
+
+A restore is believed when a reply shows it. After two that changed nothing, trunks of that engine and architecture are
+read cold until the engine changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from looprun_models.errors import ContextOverflow
+from looprun_models.ledger import FOREIGN, Held, Ledger, alone, open_ledger
+from looprun_models.prefix import Drift, Prefix, common_length, find_changed, find_drift, find_prefix
+from looprun_models.receipts import kept_receipt_path, read_receipt
+from looprun_models.reply import Warmth
+from looprun_models.settings import Settings
+from looprun_models.slot import Slot, SlotRefused, plain, saved_tokens
+from looprun_models.trunkentry import Entry, NotSaved, TrunkMeta
+from looprun_models.trunkmisses import Misses
+from looprun_models.trunkstore import TrunkStore
+from looprun_models.wire import Record
+
+BAKED, RESTORED, WARM, COLD = "baked", "restored", "warm", "cold"
+ENOUGH = 0.9
+"""Share of a trunk that a reply must reuse for it to count as warm: a hybrid model steps back to a checkpoint, which is
+a few tokens before the end, or some hundred on older builds."""
+MISSES_ALLOWED = 2
+BAKE_TRIES = 2
+PARKING = 1
+"""Tokens that the engine reads for it."""
+SAMPLES, SAMPLE = 64, 4096
+HEADER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """How a trunk became resident. seconds: in all; size: of its saved state in bytes, 0 when it is not saved; note:
+    why not, or what else went wrong. read_seconds: reading it cold, as measured on this engine, None if never.
+    mark: the engine's count of tokens read, just after a restore."""
+
+    state: str
+    seconds: float
+    size: int = 0
+    note: str = ""
+    read_seconds: float | None = None
+    mark: int | None = None
+
+
+class Keeper:
+    """The trunks of one server. Any number of threads and processes may have one for the same server."""
+
+    def __init__(self, record: Record, settings: Settings) -> None:
+        self.record, self.settings = record, settings
+        self.slot = Slot(record)
+        self.misses = Misses(settings.cache_dir)
+        self.weights, self.files, self.why_unsaved = "", "", ""
+        try:
+            self.weights, self.files = weights_identity(Path(record.model_path), settings), _files_of(record)
+        except OSError as error:
+            self.why_unsaved = f"{error.filename or record.model_path}: {error.strerror}"
+        self.why_unsaved = self.why_unsaved or _why_unsaved(record)
+        self.store = None if self.why_unsaved else TrunkStore(Path(record.slot_dir or ""), settings.trunk_budget)
+
+    def prefix(self, messages: Iterable[Any], tools: Iterable[Any] | None, template_args: Mapping[str, Any]) -> Prefix:
+        """Raises TrunkRefused, ContextOverflow, or SlotRefused when the server is gone."""
+        prefix = find_prefix(self.slot, messages, tools, template_args)
+        if len(prefix.tokens) >= self.record.ctx:
+            hint = "shorten the trunk, or serve a longer context: LLAMA_CTX"
+            raise ContextOverflow(len(prefix.tokens), self.record.ctx, hint=hint)
+        return prefix
+
+    def facts(self, prefix: Prefix) -> dict[str, str]:
+        """All that must be the same for a saved state to be this trunk's."""
+        record = self.record
+        return {
+            "weights": self.weights,
+            "engine": record.engine_identity,
+            "flags": record.state_flags,
+            **({"files": self.files} if self.files else {}),
+            "tokens": prefix.token_digest,
+        }
+
+    def key(self, prefix: Prefix) -> str:
+        return hashlib.sha256(json.dumps(self.facts(prefix), sort_keys=True).encode()).hexdigest()
+
+    # --- before a reply ---
+
+    def bring(self, prefix: Prefix, label: str) -> Readiness:
+        """Make the trunk resident. Never raises for the store: what could not be saved is said in the note.
+
+        Raises SlotRefused when the server is gone, or does not take the trunk.
+        """
+        began = time.monotonic()
+        key = self.key(prefix)
+        ready = self._warm(prefix, key)
+        if ready is None:
+            with alone(self.record, self.settings):
+                ready = self._warm(prefix, key, alone=True) or self._make(prefix, key, label)
+        return replace(ready, seconds=time.monotonic() - began)
+
+    def _warm(self, prefix: Prefix, key: str, *, alone: bool = False) -> Readiness | None:
+        """None when it is not there, or when it takes the lock to bring it up."""
+        counted = self.slot.tokens_read()
+        with open_ledger(self.record, self.settings) as ledger:
+            ledger.notice(counted, self._state_bytes)
+            if not ledger.holds(key):
+                return None
+            crowded = self._crowded(ledger, prefix, key)
+            if not crowded:
+                ledger.wake(key)
+        if crowded and not alone:
+            return None
+        if crowded:
+            self._park()
+            with open_ledger(self.record, self.settings) as ledger:
+                ledger.wake(key)
+        entry = self.store.find(key) if self.store else None
+        if self.store and entry:
+            self.store.touch(key)
+        return Readiness(WARM, 0.0, entry.size if entry else 0, read_seconds=entry.meta.read_seconds if entry else None)
+
+    def _make(self, prefix: Prefix, key: str, label: str) -> Readiness:
+        record, store = self.record, self.store
+        if store is None:
+            return self._read(prefix, key, label, f"not saved: {self.why_unsaved}")
+        if self.misses.count(record.engine_identity, record.architecture) >= MISSES_ALLOWED:
+            why = f"not saved: restoring did not help on {self._build} with {record.architecture or 'this model'}"
+            return self._read(prefix, key, label, why)
+        entry, damage = store.check(key)
+        if entry is not None:
+            ready, damage = self._restore(prefix, entry)
+            if ready is not None:
+                return ready
+            store.drop(key)
+        ready = self._read(prefix, key, label)
+        told = f"the saved state was not used and is gone: {damage}" if damage else ""
+        return replace(ready, note="; ".join(filter(None, (told, ready.note))))
+
+    def _restore(self, prefix: Prefix, entry: Entry) -> tuple[Readiness | None, str]:
+        """None and why when the engine does not take it, which may be its end."""
+        self._park()
+        try:
+            restored = self.slot.restore(entry.file)
+        except SlotRefused as refused:
+            if refused.status == 0 and self.store:
+                self.store.drop(entry.key)
+                raise
+            return None, f"the engine refused it ({refused.why})"
+        if restored != (len(prefix.tokens), entry.size):
+            self.slot.erase()
+            return None, f"the engine read {restored[0]} tokens and {restored[1]} bytes of it"
+        mark = self.slot.tokens_read()
+        with open_ledger(self.record, self.settings) as ledger:
+            ledger.use(self._held(entry.key, len(prefix.tokens)))
+        if self.store:
+            self.store.touch(entry.key)
+        return Readiness(RESTORED, 0.0, entry.size, read_seconds=entry.meta.read_seconds, mark=mark), ""
+
+    def _read(self, prefix: Prefix, key: str, label: str, unsaved: str = "") -> Readiness:
+        """Read the trunk and, unless there is a reason not to, save it; once more if another request came between."""
+        seconds: float | None = None
+        for _ in range(BAKE_TRIES):
+            with open_ledger(self.record, self.settings) as ledger:
+                crowded = self._crowded(ledger, prefix, key)
+            if crowded:
+                self._park()
+            reading = self.slot.read(prefix.tokens)
+            if reading.read >= ENOUGH * len(prefix.tokens):
+                seconds = reading.prefill_seconds * len(prefix.tokens) / reading.read
+            with open_ledger(self.record, self.settings) as ledger:
+                self._forget_kin(ledger, prefix, key, reading.reused)
+                ledger.use(self._held(key, len(prefix.tokens)))
+                ledger.tell(reading.read)
+            if unsaved:
+                break
+            try:
+                entry = self._save(prefix, key, label, seconds)
+            except _Displaced as displaced:
+                note = f"not saved: {displaced.why}"
+            except NotSaved as refused:
+                unsaved = f"not saved: {refused.why}"
+                break
+            else:
+                return Readiness(BAKED, 0.0, entry.size, read_seconds=seconds)
+        return Readiness(COLD, 0.0, note=unsaved or note, read_seconds=seconds)
+
+    def _save(self, prefix: Prefix, key: str, label: str, seconds: float | None) -> Entry:
+        assert self.store is not None
+        temporary = self.store.reserve(key)
+        try:
+            saved, written = self.slot.save(temporary)
+            if saved != len(prefix.tokens) or (written and self._tokens_in(temporary) not in (None, prefix.tokens)):
+                raise _Displaced("other requests came in between")
+            meta = TrunkMeta(
+                key=key,
+                label=label,
+                alias=self.record.alias,
+                tokens=len(prefix.tokens),
+                token_digest=prefix.token_digest,
+                engine=self._build,
+                read_seconds=seconds,
+                facts=self.facts(prefix),
+            )
+            return self.store.commit(temporary, meta, written)
+        except SlotRefused as refused:
+            if refused.status == 0:
+                raise
+            raise NotSaved(refused.why) from refused
+        finally:
+            self.store.discard(temporary)
+
+    def _park(self) -> None:
+        """Have the engine keep what is in the slot, which it does not do for a restore."""
+        with open_ledger(self.record, self.settings) as ledger:
+            known = ledger.slot is not None
+        if known or not self.slot.empty():
+            self.slot.park()
+            with open_ledger(self.record, self.settings) as ledger:
+                ledger.park()
+                ledger.tell(PARKING)
+
+    # --- after a reply ---
+
+    def judge(
+        self, prefix: Prefix, ready: Readiness, found: Warmth, chat: Mapping[str, Any]
+    ) -> tuple[Drift | None, str]:
+        """Where the chat parts from the trunk, and what its reply shows besides: what was restored is believed or
+        doubted by what this reply reused."""
+        key, warm = self.key(prefix), found.reused >= ENOUGH * len(prefix.tokens)
+        try:
+            drift = self._drift(prefix, chat, warm)
+            note = "" if drift else self._prove(prefix, ready, found, warm)
+        except SlotRefused as refused:  # the reply is there; what it shows is not known for sure
+            drift, note = None, f"not proved: {refused.why}"
+        size = found.prompt + found.written
+        with open_ledger(self.record, self.settings) as ledger:
+            if not warm or drift:
+                ledger.lose(key)
+                self._forget_kin(ledger, prefix, key, found.reused)
+            ledger.use(self._held(FOREIGN if drift else key, size))
+            ledger.tell(found.read)
+        return drift, note
+
+    def _drift(self, prefix: Prefix, chat: Mapping[str, Any], warm: bool) -> Drift | None:
+        same = find_changed(prefix, plain(chat["messages"]), plain(chat.get("tools") or ())) is None
+        return None if same and warm else find_drift(self.slot, prefix, chat)
+
+    def _prove(self, prefix: Prefix, ready: Readiness, found: Warmth, warm: bool) -> str:
+        record, tokens = self.record, len(prefix.tokens)
+        told = f"{found.reused} of its {tokens} tokens were reused"
+        if ready.state != RESTORED:
+            return "" if warm else f"the trunk was not in the server: {told}"
+        if not warm and self._others_ran(ready.mark, found.read):
+            return f"other requests came in after the restore: {told}"
+        if self.store:
+            self.store.proved(self.key(prefix), found.reused, tokens)
+        if warm:
+            self.misses.note_hit(record.engine_identity, record.architecture)
+            return ""
+        count = self.misses.note_miss(record.engine_identity, record.architecture)
+        model = record.architecture or "this model"
+        note = f"the restored trunk was not taken up: {told} ({self._build}, {model})"
+        return f"{note}; trunks are read cold from now on" if count >= MISSES_ALLOWED else note
+
+    def _others_ran(self, mark: int | None, read: int) -> bool:
+        """Whether the engine read more tokens since the mark than the reply says; True when it cannot be known."""
+        now = self.slot.tokens_read()
+        return mark is None or now is None or now - mark != read
+
+    # --- what the engine's RAM cache does ---
+
+    def _crowded(self, ledger: Ledger, prefix: Prefix, key: str) -> bool:
+        """Whether the slot holds another trunk that begins so much like this one that the engine would write over it,
+        and not look for this one, instead of putting it away."""
+        slot = ledger.slot
+        return slot is not None and slot.key != key and 2 * self._shared(slot.key, prefix) >= slot.tokens
+
+    def _forget_kin(self, ledger: Ledger, prefix: Prefix, key: str, reused: int) -> None:
+        """What was reused and was not this trunk's own was taken from another, which is not in the RAM cache then."""
+        for held in list(ledger.cached):
+            if reused and held.key != key and self._shared(held.key, prefix) >= reused:
+                ledger.lose(held.key)
+
+    def _shared(self, key: str, prefix: Prefix) -> int:
+        """How many tokens a saved trunk and this one begin with alike; 0 when that is not known."""
+        return common_length((self._tokens_in(f"{key}.trunk") or (), prefix.tokens))
+
+    def _tokens_in(self, file: str) -> tuple[int, ...] | None:
+        with contextlib.suppress(OSError):
+            return saved_tokens(self.store.folder / file) if self.store else None
+        return None
+
+    def _held(self, key: str, tokens: int) -> Held:
+        return Held(key, self._state_bytes(tokens), tokens)
+
+    def _state_bytes(self, tokens: int) -> int:
+        """What a state of so many tokens takes in the RAM cache, at most."""
+        return tokens * (self.record.token_bytes or 0) + (self.record.checkpoint_bytes or 0)
+
+    @property
+    def _build(self) -> str:
+        return "this engine" if self.record.build is None else f"b{self.record.build}"
+
+
+class _Displaced(NotSaved):
+    """What was saved is not the trunk."""
+
+
+def _why_unsaved(record: Record) -> str:
+    """Why no state of this server may be kept, "" when one may."""
+    if record.parallel != 1:
+        return f"the server has {record.parallel} slots, and a trunk needs to know which is its own"
+    if not record.slot_dir:
+        return record.slot_note or "the server was started by an older looprun"
+    if os.stat(record.model_path).st_mtime > record.started:
+        return f"{record.model_path} was changed since the server was started"
+    return ""
+
+
+def _files_of(record: Record) -> str:
+    """Adapters and the like that its flags name, as they are now. Raises OSError."""
+    named = [word for word in shlex.split(record.state_flags) if os.path.isabs(word)]
+    stats = {word: os.stat(word) for word in named if os.path.isfile(word)}
+    return " ".join(f"{word}:{stat.st_size}:{stat.st_mtime_ns}" for word, stat in stats.items())
+
+
+def weights_identity(model: Path, settings: Settings) -> str:
+    """The sha256 of a receipt that still fits; without one, of the header, of samples of the tensors, and the size."""
+    found = model.stat()
+    for at in (None, kept_receipt_path(model, settings)):
+        receipt = read_receipt(model, at=at)
+        if receipt and (receipt.size, receipt.mtime_ns) == (found.st_size, found.st_mtime_ns):
+            return f"sha256:{receipt.sha256}"
+    digest = hashlib.sha256(str(found.st_size).encode())
+    with model.open("rb") as file:
+        digest.update(file.read(HEADER))
+        for number in range(SAMPLES):
+            file.seek(found.st_size * number // SAMPLES)
+            digest.update(file.read(SAMPLE))
+        file.seek(-min(SAMPLE, found.st_size), os.SEEK_END)
+        digest.update(file.read(SAMPLE))
+    return f"sampled:{digest.hexdigest()}"
