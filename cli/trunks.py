@@ -24,6 +24,7 @@ from .trunkfile import read_prompt
 
 LONGEST = 48
 """Characters of a label in a table; `show` and --json have all of it."""
+SHOWN_ELSEWHERE = ("engine", "weights", "flags", "tokens", "key", "file")
 BAKE = "looprun trunks bake ALIAS LABEL FILE"
 
 Label = Annotated[str, typer.Argument(metavar="LABEL", help="The trunk's label, as `list` shows it.")]
@@ -91,6 +92,8 @@ def bake(
         told = f"{trunk.state}, {trunk.tokens} tokens in {trunk.seconds:.2f} s"
         if trunk.bytes:
             say(f"{told}, {size(trunk.bytes)}")
+            if trunk.note:
+                note(f"note: {trunk.note}")
             _note_other_label(model, label)
     note_stay(model, settings)
     if not trunk.bytes:
@@ -245,12 +248,13 @@ def _say_all(entry: Entry, store: TrunkStore, newest: set[str], unusable: str) -
         "engine": f"{meta.engine}, {facts.get('engine', 'not known which')}",
         "weights": facts.get("weights", "not known"),
         "flags": facts.get("flags", "not known"),
+        **{name: text for name, text in facts.items() if name not in SHOWN_ELSEWHERE and text},
         "key": entry.key,
         "file": str(store.folder / entry.file),
     }
     say(f"{_name(meta.label)} ({harmless(meta.alias)}){older}")
     for name, text in known.items():
-        say(f"  {name:<10} {harmless(text)}")
+        say(f"  {harmless(name):<10} {harmless(text)}")
 
 
 def _plain(entry: Entry, store: TrunkStore, newest: set[str]) -> dict[str, Any]:

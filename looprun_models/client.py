@@ -177,7 +177,7 @@ class LocalModel(_Local, openai.OpenAI):
         keeper = self._keeper()
         prefix = self._prefix(keeper, messages, tools, template_args)
         try:
-            return Trunk(self, keeper, label, prefix, keeper.bring(prefix, label))
+            return Trunk(self, keeper, label, prefix, keeper.bring(prefix, label, save=True))
         except SlotRefused as refused:
             raise self._refused(refused) from refused
 
@@ -236,7 +236,7 @@ class AsyncLocalModel(_Local, openai.AsyncOpenAI):
             keeper = self._keeper()
             prefix = self._prefix(keeper, messages, tools, template_args)
             try:
-                return AsyncTrunk(self, keeper, label, prefix, keeper.bring(prefix, label))
+                return AsyncTrunk(self, keeper, label, prefix, keeper.bring(prefix, label, save=True))
             except SlotRefused as refused:
                 raise self._refused(refused) from refused
 

@@ -27,8 +27,13 @@ STATELESS = {
     *("-m", "--host", "--port", "--alias", "--cors-origins", "--metrics", "--slots", "--slot-save-path"),
     *("-t", "-tb", "-ngl", "-ncmoe", "--load-mode", "--mlock", "--no-mmap", "-ctxcp", "--cache-ram"),
 }
-"""Flags that change neither what a saved slot state holds nor whether it can be read. Others, under other names too, make
-states of their own."""
+"""Flags that change neither what a saved slot state holds nor whether it can be read; others are part of its key."""
+
+
+ROUND = 1024
+"""Tokens over which bytes for each are worked out."""
+ENGINE_TOKEN = 24
+"""Bytes of its own that the engine keeps with each token of a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,8 @@ class LaunchPlan:
     fit: Fit | None
     notes: tuple[str, ...]
     slots: SlotFolder
-    architecture: str = ""
+    architecture: str
+    state_sizes: Mapping[str, int]
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -115,8 +121,7 @@ class LaunchPlan:
             "slot_note": self.slots.why,
             "state_flags": shlex.join(self._state_words()),
             "cache_bytes": self._number("--cache-ram") << 20,
-            "token_bytes": self.fit.kv // self.ctx if self.fit else 0,
-            "checkpoint_bytes": self.fit.recurrent + self.fit.checkpoints if self.fit else 0,
+            **self.state_sizes,
         }
 
 
@@ -188,7 +193,22 @@ def plan_launch(
         notes=tuple(_notes(spec, settings, engine, machine, devices, fit, dropped, slots)),
         slots=slots,
         architecture=header.architecture if header else "",
+        state_sizes=_state_sizes(header, sizing, fit),
     )
+
+
+def _state_sizes(header: GgufHeader | None, sizing: Sizing, fit: Fit | None) -> dict[str, int]:
+    """What an agent's state takes in the RAM cache, wherever the layers themselves are: bytes for each token, for each
+    checkpoint and for each token in each of those, and how many checkpoints there are at most."""
+    if header is None or fit is None:
+        return {"token_bytes": 0, "checkpoint_bytes": 0, "checkpoint_token_bytes": 0, "checkpoints": 0}
+    draft = header.draft_kv_bytes(ROUND) // ROUND + ENGINE_TOKEN if sizing.drafting else 0
+    return {
+        "token_bytes": header.kv_bytes(ROUND, sizing.kv) // ROUND + ENGINE_TOKEN + draft,
+        "checkpoint_bytes": header.recurrent_bytes,
+        "checkpoint_token_bytes": draft if header.is_hybrid else 0,
+        "checkpoints": fit.ctx_checkpoints if header.is_hybrid else 0,
+    }
 
 
 def missing_flags(plan: LaunchPlan) -> tuple[str, ...]:

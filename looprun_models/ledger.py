@@ -31,17 +31,19 @@ FOREIGN = ""
 
 
 class Held(NamedTuple):
-    """A prompt: the key of the trunk that it begins with, and the bytes and tokens of all of it."""
+    """A prompt: the key of the trunk that it begins with; of all of it the bytes, the tokens, and in how many readings
+    it came about."""
 
     key: str
     size: int
     tokens: int
+    readings: int = 1
 
 
 @dataclass(slots=True)
 class Ledger:
-    """slot: the prompt in it, None when it is empty. cached: prompts in the RAM cache, the oldest first. capacity: bytes
-    of that cache. counted: tokens that the engine had read in its life when it was last looked at."""
+    """slot: the prompt in it, None when it is empty. cached: those in the RAM cache, the oldest first. capacity: its
+    bytes. counted: tokens that the engine had read in its life when it was last looked at."""
 
     capacity: int
     slot: Held | None = None
@@ -49,7 +51,7 @@ class Ledger:
     counted: int | None = None
 
     def holds(self, key: str) -> bool:
-        """Whether a prompt of this trunk would find it: the slot's state is put away first, which may cost its place."""
+        """Whether a prompt of it would find it: the slot's state is put away first, which may cost it its place."""
         then = replace(self, cached=list(self.cached))
         then.wake(key)
         return then.slot is not None and then.slot.key == key
@@ -83,14 +85,10 @@ class Ledger:
         if key != FOREIGN:
             self.cached = [held for held in self.cached if held.key != key]
 
-    def notice(self, counted: int | None, size_of: Callable[[int], int]) -> None:
-        """The engine has read so many tokens by now: those that nobody of us told of were other prompts.
-
-        size_of: bytes of a state of so many tokens.
-        """
+    def notice(self, counted: int | None, foreign: Callable[[int], Held]) -> None:
+        """The engine has read so many tokens by now: those that nobody of us told of were other prompts."""
         if counted is not None and self.counted is not None and counted > self.counted:
-            read = counted - self.counted
-            self.use(Held(FOREIGN, size_of(read), read))
+            self.use(foreign(counted - self.counted))
         self.counted = counted
 
     def tell(self, read: int) -> None:
@@ -188,8 +186,8 @@ def _read(text: str, life: str) -> Ledger | None:
 
 
 def _held(told: Any) -> Held:
-    key, size, tokens = told
-    return Held(str(key), int(size), int(tokens))
+    key, size, tokens, readings = told
+    return Held(str(key), int(size), int(tokens), int(readings))
 
 
 def _write(path: Path, file: Any, ledger: Ledger, life: str) -> None:

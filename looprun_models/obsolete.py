@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from looprun_models.engine import identity_of
+from looprun_models.provenance import weights_identity
 from looprun_models.records import list_servers
 from looprun_models.registry import load_profiles
 from looprun_models.settings import Settings
 from looprun_models.trunkentry import Entry
 from looprun_models.trunkfiles import KEPT, TEMPORARY, abandoned, names_in, size_of
-from looprun_models.trunks import weights_identity
 from looprun_models.trunkstore import TrunkStore
 from looprun_models.weights import weights_path
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,9 +135,12 @@ def _solid(slot: Slot, tokens: Sequence[int]) -> int:
     return max(0, len(tokens) - MARGIN)
 
 
-def common_length(sequences: Iterable[Sequence[Any]]) -> int:
+def common_length(sequences: Iterable[str] | Iterable[tuple[int, ...]]) -> int:
     """How many elements all of them begin with."""
-    return len(os.path.commonprefix(list(sequences)))  # of any sequences, whatever its name says
+    given: list[Any] = list(sequences)
+    first, last = min(given), max(given)  # what these two begin with, all that sort between them do
+    pairs = zip(first, last, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(last)))
 
 
 def _check_whole(messages: Sequence[Message], texts: Sequence[str]) -> None:

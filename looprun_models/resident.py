@@ -13,7 +13,7 @@ import openai
 from looprun_models.prefix import Prefix
 from looprun_models.reply import Warmth, counted, remember
 from looprun_models.slot import SlotRefused, plain
-from looprun_models.trunks import Keeper, Readiness
+from looprun_models.trunks import RESTORED, WARM, Keeper, Readiness
 
 NOT_GIVEN = (openai.NotGiven, *filter(None, [getattr(openai, "Omit", None)]))
 FULL_CHAT_BEGINS = ("system", "developer")
@@ -28,6 +28,7 @@ class _Trunk:
     def __init__(self, keeper: Keeper, label: str, prefix: Prefix, ready: Readiness) -> None:
         self.label, self._keeper, self._prefix = label, keeper, prefix
         self._cold_seconds: float | None = None
+        self._unproved: Readiness | None = None
         self._take(ready)
 
     @property
@@ -38,6 +39,8 @@ class _Trunk:
         return f"<trunk {self.label!r}: {self.state}, {self.tokens} tokens, {self.seconds:.2f} s>"
 
     def _take(self, ready: Readiness) -> None:
+        if ready.state == RESTORED:
+            self._unproved = ready
         self.state, self.seconds, self.bytes, self.note = ready.state, ready.seconds, ready.size, ready.note
         self._cold_seconds = ready.read_seconds if ready.read_seconds is not None else self._cold_seconds
 
@@ -48,13 +51,16 @@ class _Trunk:
         except SlotRefused as refused:
             return Readiness("", 0.0, note=f"the trunk was not made resident: {refused.why}")
         self._take(ready)
-        return ready
+        restored, self._unproved = self._unproved, None
+        if restored is None or ready.state not in (WARM, RESTORED):
+            return ready
+        return replace(ready, state=RESTORED, mark=restored.mark)  # this call's reply is the first after it
 
     def _request(self, options: dict[str, Any]) -> dict[str, Any]:
         """The call's arguments, trunk in front."""
         given, trunk = list(options.pop("messages", ())), self._prefix
         begins = plain(given[: len(trunk.messages)])
-        whole = begins == list(trunk.messages) or begins[:1] and begins[0].get("role") in FULL_CHAT_BEGINS
+        whole = begins == list(trunk.messages) or (begins[:1] and begins[0].get("role") in FULL_CHAT_BEGINS)
         tools = options.pop("tools", None)
         tools = list(trunk.tools) if tools is None or isinstance(tools, NOT_GIVEN) else list(tools)
         body = dict(options.pop("extra_body", None) or {})

@@ -134,8 +134,8 @@ class Slot:
             raise SlotRefused(f"{path}: {error or type(error).__name__}") from error
         if status == 200 and isinstance(told, dict):
             return told
-        error = told.get("error") if isinstance(told, dict) else None
-        said = error.get("message") if isinstance(error, dict) else error
+        wrong = told.get("error") if isinstance(told, dict) else None
+        said = wrong.get("message") if isinstance(wrong, dict) else wrong
         raise SlotRefused(str(said or f"HTTP {status}"), status)
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import shlex
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,11 +22,12 @@ from typing import Any
 from looprun_models.errors import ContextOverflow
 from looprun_models.ledger import FOREIGN, Held, Ledger, alone, open_ledger
 from looprun_models.prefix import Drift, Prefix, common_length, find_changed, find_drift, find_prefix
-from looprun_models.receipts import kept_receipt_path, read_receipt
+from looprun_models.provenance import files_of, weights_identity, why_unsaved
 from looprun_models.reply import Warmth
 from looprun_models.settings import Settings
 from looprun_models.slot import Slot, SlotRefused, plain, saved_tokens
 from looprun_models.trunkentry import Entry, NotSaved, TrunkMeta
+from looprun_models.trunkfiles import why_unwritten
 from looprun_models.trunkmisses import Misses
 from looprun_models.trunkstore import TrunkStore
 from looprun_models.wire import Record
@@ -39,10 +38,9 @@ ENOUGH = 0.9
 a few tokens before the end, or some hundred on older builds."""
 MISSES_ALLOWED = 2
 BAKE_TRIES = 2
+CHECKPOINTS_A_READING = 3
 PARKING = 1
 """Tokens that the engine reads for it."""
-SAMPLES, SAMPLE = 64, 4096
-HEADER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +66,10 @@ class Keeper:
         self.misses = Misses(settings.cache_dir)
         self.weights, self.files, self.why_unsaved = "", "", ""
         try:
-            self.weights, self.files = weights_identity(Path(record.model_path), settings), _files_of(record)
+            self.weights, self.files = weights_identity(Path(record.model_path), settings), files_of(record)
         except OSError as error:
             self.why_unsaved = f"{error.filename or record.model_path}: {error.strerror}"
-        self.why_unsaved = self.why_unsaved or _why_unsaved(record)
+        self.why_unsaved = self.why_unsaved or why_unsaved(record, settings)
         self.store = None if self.why_unsaved else TrunkStore(Path(record.slot_dir or ""), settings.trunk_budget)
 
     def prefix(self, messages: Iterable[Any], tools: Iterable[Any] | None, template_args: Mapping[str, Any]) -> Prefix:
@@ -98,36 +96,34 @@ class Keeper:
 
     # --- before a reply ---
 
-    def bring(self, prefix: Prefix, label: str) -> Readiness:
-        """Make the trunk resident. Never raises for the store: what could not be saved is said in the note.
+    def bring(self, prefix: Prefix, label: str, *, save: bool = False) -> Readiness:
+        """Make the trunk resident; with save, on the disk too. What could not be saved is said in the note, not raised.
 
         Raises SlotRefused when the server is gone, or does not take the trunk.
         """
         began = time.monotonic()
         key = self.key(prefix)
-        ready = self._warm(prefix, key)
+        ready = self._warm(prefix, key, save=save)
         if ready is None:
             with alone(self.record, self.settings):
-                ready = self._warm(prefix, key, alone=True) or self._make(prefix, key, label)
+                ready = self._warm(prefix, key, save=save, alone=True) or self._make(prefix, key, label)
         return replace(ready, seconds=time.monotonic() - began)
 
-    def _warm(self, prefix: Prefix, key: str, *, alone: bool = False) -> Readiness | None:
-        """None when it is not there, or when it takes the lock to bring it up."""
+    def _warm(self, prefix: Prefix, key: str, *, save: bool, alone: bool = False) -> Readiness | None:
+        """None when it is not there, not saved as it should be, or takes the lock to bring it up."""
         counted = self.slot.tokens_read()
         with open_ledger(self.record, self.settings) as ledger:
-            ledger.notice(counted, self._state_bytes)
+            ledger.notice(counted, lambda tokens: self._held(FOREIGN, tokens))
             if not ledger.holds(key):
                 return None
             crowded = self._crowded(ledger, prefix, key)
-            if not crowded:
-                ledger.wake(key)
-        if crowded and not alone:
+        entry = self.store.find(key) if self.store else None
+        if (crowded and not alone) or (save and self.store and entry is None and self._helps()):
             return None
         if crowded:
             self._park()
-            with open_ledger(self.record, self.settings) as ledger:
-                ledger.wake(key)
-        entry = self.store.find(key) if self.store else None
+        with open_ledger(self.record, self.settings) as ledger:
+            ledger.wake(key)
         if self.store and entry:
             self.store.touch(key)
         return Readiness(WARM, 0.0, entry.size if entry else 0, read_seconds=entry.meta.read_seconds if entry else None)
@@ -136,7 +132,7 @@ class Keeper:
         record, store = self.record, self.store
         if store is None:
             return self._read(prefix, key, label, f"not saved: {self.why_unsaved}")
-        if self.misses.count(record.engine_identity, record.architecture) >= MISSES_ALLOWED:
+        if not self._helps():
             why = f"not saved: restoring did not help on {self._build} with {record.architecture or 'this model'}"
             return self._read(prefix, key, label, why)
         entry, damage = store.check(key)
@@ -148,6 +144,10 @@ class Keeper:
         ready = self._read(prefix, key, label)
         told = f"the saved state was not used and is gone: {damage}" if damage else ""
         return replace(ready, note="; ".join(filter(None, (told, ready.note))))
+
+    def _helps(self) -> bool:
+        """Whether restoring is worth a try here."""
+        return self.misses.count(self.record.engine_identity, self.record.architecture) < MISSES_ALLOWED
 
     def _restore(self, prefix: Prefix, entry: Entry) -> tuple[Readiness | None, str]:
         """None and why when the engine does not take it, which may be its end."""
@@ -177,6 +177,7 @@ class Keeper:
                 crowded = self._crowded(ledger, prefix, key)
             if crowded:
                 self._park()
+            mark = self.slot.tokens_read()
             reading = self.slot.read(prefix.tokens)
             if reading.read >= ENOUGH * len(prefix.tokens):
                 seconds = reading.prefill_seconds * len(prefix.tokens) / reading.read
@@ -187,7 +188,7 @@ class Keeper:
             if unsaved:
                 break
             try:
-                entry = self._save(prefix, key, label, seconds)
+                entry = self._save(prefix, key, label, seconds, None if mark is None else mark + reading.read)
             except _Displaced as displaced:
                 note = f"not saved: {displaced.why}"
             except NotSaved as refused:
@@ -197,12 +198,15 @@ class Keeper:
                 return Readiness(BAKED, 0.0, entry.size, read_seconds=seconds)
         return Readiness(COLD, 0.0, note=unsaved or note, read_seconds=seconds)
 
-    def _save(self, prefix: Prefix, key: str, label: str, seconds: float | None) -> Entry:
+    def _save(self, prefix: Prefix, key: str, label: str, seconds: float | None, mark: int | None) -> Entry:
+        """mark: the engine's count of tokens read if nothing came after the trunk."""
         assert self.store is not None
         temporary = self.store.reserve(key)
         try:
             saved, written = self.slot.save(temporary)
-            if saved != len(prefix.tokens) or (written and self._tokens_in(temporary) not in (None, prefix.tokens)):
+            tokens = self._tokens_in(temporary) if written else prefix.tokens
+            strange = tokens is None and self._others_ran(mark, 0)  # a build whose files are not known
+            if saved != len(prefix.tokens) or strange or tokens not in (None, prefix.tokens):
                 raise _Displaced("other requests came in between")
             meta = TrunkMeta(
                 key=key,
@@ -218,7 +222,7 @@ class Keeper:
         except SlotRefused as refused:
             if refused.status == 0:
                 raise
-            raise NotSaved(refused.why) from refused
+            raise NotSaved(f"{why_unwritten(self.store.folder)} ({refused.why})") from refused
         finally:
             self.store.discard(temporary)
 
@@ -245,12 +249,13 @@ class Keeper:
             note = "" if drift else self._prove(prefix, ready, found, warm)
         except SlotRefused as refused:  # the reply is there; what it shows is not known for sure
             drift, note = None, f"not proved: {refused.why}"
-        size = found.prompt + found.written
+        tokens = found.prompt + found.written
         with open_ledger(self.record, self.settings) as ledger:
             if not warm or drift:
                 ledger.lose(key)
                 self._forget_kin(ledger, prefix, key, found.reused)
-            ledger.use(self._held(FOREIGN if drift else key, size))
+            readings = ledger.slot.readings + 1 if ledger.slot and ledger.slot.key == key else 1
+            ledger.use(self._held(FOREIGN if drift else key, tokens, readings))
             ledger.tell(found.read)
         return drift, note
 
@@ -263,8 +268,8 @@ class Keeper:
         told = f"{found.reused} of its {tokens} tokens were reused"
         if ready.state != RESTORED:
             return "" if warm else f"the trunk was not in the server: {told}"
-        if not warm and self._others_ran(ready.mark, found.read):
-            return f"other requests came in after the restore: {told}"
+        if self._others_ran(ready.mark, found.read):
+            return "" if warm else f"other requests came in after the restore: {told}"
         if self.store:
             self.store.proved(self.key(prefix), found.reused, tokens)
         if warm:
@@ -303,12 +308,13 @@ class Keeper:
             return saved_tokens(self.store.folder / file) if self.store else None
         return None
 
-    def _held(self, key: str, tokens: int) -> Held:
-        return Held(key, self._state_bytes(tokens), tokens)
-
-    def _state_bytes(self, tokens: int) -> int:
-        """What a state of so many tokens takes in the RAM cache, at most."""
-        return tokens * (self.record.token_bytes or 0) + (self.record.checkpoint_bytes or 0)
+    def _held(self, key: str, tokens: int, readings: int = 1) -> Held:
+        """With what it takes in the RAM cache, at most: each reading leaves some checkpoints, up to their number."""
+        record = self.record
+        checkpoints = min(record.checkpoints or 0, CHECKPOINTS_A_READING * readings)
+        checkpoint = (record.checkpoint_bytes or 0) + tokens * (record.checkpoint_token_bytes or 0)
+        size = tokens * (record.token_bytes or 0) + (record.checkpoint_bytes or 0) + checkpoints * checkpoint
+        return Held(key, size, tokens, readings)
 
     @property
     def _build(self) -> str:
@@ -317,39 +323,3 @@ class Keeper:
 
 class _Displaced(NotSaved):
     """What was saved is not the trunk."""
-
-
-def _why_unsaved(record: Record) -> str:
-    """Why no state of this server may be kept, "" when one may."""
-    if record.parallel != 1:
-        return f"the server has {record.parallel} slots, and a trunk needs to know which is its own"
-    if not record.slot_dir:
-        return record.slot_note or "the server was started by an older looprun"
-    if os.stat(record.model_path).st_mtime > record.started:
-        return f"{record.model_path} was changed since the server was started"
-    return ""
-
-
-def _files_of(record: Record) -> str:
-    """Adapters and the like that its flags name, as they are now. Raises OSError."""
-    named = [word for word in shlex.split(record.state_flags) if os.path.isabs(word)]
-    stats = {word: os.stat(word) for word in named if os.path.isfile(word)}
-    return " ".join(f"{word}:{stat.st_size}:{stat.st_mtime_ns}" for word, stat in stats.items())
-
-
-def weights_identity(model: Path, settings: Settings) -> str:
-    """The sha256 of a receipt that still fits; without one, of the header, of samples of the tensors, and the size."""
-    found = model.stat()
-    for at in (None, kept_receipt_path(model, settings)):
-        receipt = read_receipt(model, at=at)
-        if receipt and (receipt.size, receipt.mtime_ns) == (found.st_size, found.st_mtime_ns):
-            return f"sha256:{receipt.sha256}"
-    digest = hashlib.sha256(str(found.st_size).encode())
-    with model.open("rb") as file:
-        digest.update(file.read(HEADER))
-        for number in range(SAMPLES):
-            file.seek(found.st_size * number // SAMPLES)
-            digest.update(file.read(SAMPLE))
-        file.seek(-min(SAMPLE, found.st_size), os.SEEK_END)
-        digest.update(file.read(SAMPLE))
-    return f"sampled:{digest.hexdigest()}"

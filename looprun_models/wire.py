@@ -74,6 +74,8 @@ class Record:
     cache_bytes: int
     token_bytes: int
     checkpoint_bytes: int
+    checkpoint_token_bytes: int
+    checkpoints: int
     log: str
     started: float
     lease_port: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
 import re
@@ -81,11 +82,12 @@ def middle(rounds: int) -> int:
     return (rounds + 1) // 2
 
 
+@functools.cache
 def instructions(agent: int, tokens: int) -> str:
     """An agent's system prompt of about so many tokens. No two begin alike."""
     chance = random.Random(agent)
     words = [VOCABULARY[agent % len(VOCABULARY)].capitalize()]
-    while len(words) < 0.81 * tokens:
+    while len(words) < 0.83 * tokens:
         words += chance.choices(VOCABULARY, k=11)
         words[-1] += "."
     return " ".join(words)

@@ -30,11 +30,9 @@ from trunk_figures import (
 BARE = "bare"
 
 
-def turns(
-    variant: str = TRUNKS, *, cold: float = 10.0, warm: float = 0.1, switch: float = 0.2, restart: float = 0.24
-) -> list[Turn]:
+def turns(variant: str = TRUNKS, **seconds: float) -> list[Turn]:
     """Three of each kind, one a tenth slower and one a tenth faster than said; 2 of 100 tokens read when not cold."""
-    taken = {COLD: cold, WARM: warm, SWITCH: switch, RESTART: restart}
+    taken = {COLD: 10.0, WARM: 0.1, SWITCH: 0.2, RESTART: 0.24} | seconds
     return [
         Turn(variant, kind, middle * factor, 100, 100 if kind == COLD else 2)
         for kind, middle in taken.items()
@@ -97,7 +95,7 @@ def test_goals_are_met_by_medians() -> None:
     ],
 )
 def test_a_slow_kind_of_turn_misses_its_goal(slow: dict[str, float], named: str) -> None:
-    goals = turn_goals([*turns(**slow), *turns(BARE)])
+    goals = turn_goals([*turns(TRUNKS, **slow), *turns(BARE)])
 
     (miss,) = missed(goals)
     assert miss.startswith(named)

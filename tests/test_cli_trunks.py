@@ -9,19 +9,21 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from looprun_models.cli import app
 from typer.testing import CliRunner, Result
 
+from looprun_models import obsolete
 from looprun_models.engine import Engine, identity_of
+from looprun_models.provenance import weights_identity
 from looprun_models.records import list_servers
 from looprun_models.search import find_engine
 from looprun_models.settings import load_settings
 from looprun_models.trunkentry import Entry, Proof, encoded
 from looprun_models.trunkfiles import temporary_name
-from looprun_models.trunks import weights_identity
 from looprun_models.trunkstore import TrunkStore
 from tests.test_trunkstore import STATE, meta, save
 
@@ -188,7 +190,13 @@ def test_with_saving_turned_off_the_trunks_of_before_are_shown(
 
 def test_labels_do_a_terminal_no_harm(store: TrunkStore) -> None:
     evil = "\x1b]0;x\x07\x1b[2J\r\n\u202e\udcff\u2028é"
-    keep(store, evil, alias="\x1b[31m", engine="\x9b0m", facts={"engine": "\x1b[1m/e:1", "flags": "-c\r8"})
+    keep(
+        store,
+        evil,
+        alias="\x1b[31m",
+        engine="\x9b0m",
+        facts={"engine": "\x1b[1m/e:1", "flags": "-c\r8", "\x1b[5m": "\n"},
+    )
     keep(store, "blank", label=" ")
     keep(store, "long", label="x" * 300)
     shown = r"\x1b]0;x\x07\x1b[2J\r\n\u202e\udcff\u2028" + "é"
@@ -232,9 +240,11 @@ def test_show_tells_everything(store: TrunkStore, usable: dict[str, str], engine
 
 
 def test_show_says_what_was_never_seen(store: TrunkStore) -> None:
-    keep(store, "scheduler", read_seconds=None, facts={})
+    keep(store, "scheduler", read_seconds=None, facts={"files": "/a/b.gguf:7", "key": "x"})
     told = run("trunks", "show", "scheduler").stdout
     assert "read cold  not known" in told
+    assert "  files      /a/b.gguf:7\n" in told
+    assert f"  key        {meta('scheduler').key}\n" in told
     assert "proof      not proved yet" in told
     assert "weights    not known" in told
 
@@ -356,12 +366,27 @@ def test_weights_that_cannot_be_read_are_not_taken_for_gone(
     assert "nothing to clean" in run("trunks", "clean").stderr
 
 
+def test_what_a_running_server_uses_is_not_taken_for_gone(
+    store: TrunkStore, usable: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "no-longer-in-a-profile.gguf"
+    model.write_bytes(b"GGUF")
+    engine = "/upgraded/since/llama-server:0123"
+    running = SimpleNamespace(engine_identity=engine, model_path=str(model))
+    keep(store, "a", facts={**usable, "engine": engine, "weights": weights_identity(model, load_settings())})
+    assert "its engine is gone" in run("trunks", "clean").stderr
+    monkeypatch.setattr(obsolete, "list_servers", lambda settings: [running])
+    assert "nothing to clean" in run("trunks", "clean").stderr
+
+
 def test_clean_all_takes_every_trunk(store: TrunkStore, usable: dict[str, str]) -> None:
     keep(store, "a", facts=usable)
-    keep(store, "b", facts=usable)
+    keep(store, "b", facts={**usable, "flags": "others"})
     assert "nothing to clean" in run("trunks", "clean", "--yes").stderr
+    keep(store, "c", facts={**usable, "weights": "sha256:00"})
     told = failed(run("trunks", "clean", "--all"), 1)
-    assert "Remove 2 trunks (32.8 kB)?" in told
+    assert "Remove 3 trunks (49.2 kB)?" in told
+    assert "no profile finds" not in told  # all go, for whatever reason
     assert "next: looprun trunks clean --all --yes" in told
     assert run("trunks", "clean", "--all", "--yes").exit_code == 0
     assert (store.entries(), store.total()) == ([], 0)
@@ -443,6 +468,11 @@ def test_bake_reads_once_and_restores_from_then_on(profile: Profile, tmp_path: P
     other = run("trunks", "bake", alias, "dispatcher", str(file))
     assert "this very prompt was saved before, under another label" in other.stderr
     assert len(store.entries()) == 1
+
+    (store.folder / store.entries()[0].file).write_bytes(bytes(store.entries()[0].size))
+    mended = run("trunks", "bake", alias, "planner", str(file))
+    assert mended.stdout.startswith(f"baked, {baked[1]} tokens in "), mended.output
+    assert "note: the saved state was not used and is gone: its bytes are not those that were saved" in mended.stderr
 
     less = run("trunks", "bake", alias, "planner", "-", input=json.dumps([SYSTEM]).encode())
     count = re.match(r"baked, (\d+) tokens", less.stdout)

@@ -28,7 +28,7 @@ ORDER = (
     ("adoption", "storage"),
     ("runtime", "runtimes.external", "runtimes.mlx", "runtimes.vllm", "runtimes"),
     ("trunkfiles", "trunkentry", "trunkmisses", "trunkstore"),
-    ("slot", "prefix", "reply", "ledger", "trunks", "obsolete", "measure"),
+    ("provenance", "slot", "prefix", "reply", "ledger", "trunks", "obsolete", "measure"),
     ("resident", "client", "testing"),
     ("cli",),
 )
