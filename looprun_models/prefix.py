@@ -17,8 +17,8 @@ from typing import Any
 from looprun_models.errors import TrunkRefused
 from looprun_models.slot import Message, Slot, SlotRefused, plain
 
-PROBES = ("A", "\n", " ")
-"""First user turns. A line break or a blank can melt into one token with what stands before it."""
+PROBES = ("A", "\n")
+"""First user turns, as unlike as can be: a line break can melt into one token with what stands before it."""
 REACH = 16
 """Tokens from the end of what probes share in which a special token is looked for."""
 MARGIN = 2
@@ -115,11 +115,10 @@ def find_changed(prefix: Prefix, messages: Sequence[Message], tools: Sequence[An
 def _chats(
     messages: Sequence[Message], tools: Sequence[Any], template_args: Mapping[str, Any]
 ) -> Iterable[dict[str, Any]]:
-    """Chats after the trunk: first turns of several kinds, and a second turn, which some templates treat otherwise."""
-    first = {"role": "user", "content": PROBES[0]}
-    turns = [[{"role": "user", "content": probe}] for probe in PROBES]
-    turns.append([first, {"role": "assistant", "content": "c"}, first])
-    for turn in turns:
+    """Two chats after the trunk: the first turn of one, and one with a second turn, which some templates treat
+    otherwise."""
+    first, other = ({"role": "user", "content": probe} for probe in PROBES)
+    for turn in ([first], [other, {"role": "assistant", "content": "c"}, first]):
         yield {
             "messages": [*messages, *turn],
             "chat_template_kwargs": template_args,

@@ -39,6 +39,8 @@ a few tokens before the end, or some hundred on older builds."""
 MISSES_ALLOWED = 2
 BAKE_TRIES = 2
 CHECKPOINTS_A_READING = 3
+LEAST_KEPT = 0.25
+"""The engine takes a prompt out of its RAM cache only for one that begins with at least this share of it."""
 PARKING = 1
 """Tokens that the engine reads for it."""
 
@@ -296,7 +298,10 @@ class Keeper:
     def _forget_kin(self, ledger: Ledger, prefix: Prefix, key: str, reused: int) -> None:
         """What was reused and was not this trunk's own was taken from another, which is not in the RAM cache then."""
         for held in list(ledger.cached):
-            if reused and held.key != key and self._shared(held.key, prefix) >= reused:
+            if not reused or held.key == key:
+                continue
+            shared = self._shared(held.key, prefix)
+            if shared >= max(reused, LEAST_KEPT * held.tokens):
                 ledger.lose(held.key)
 
     def _shared(self, key: str, prefix: Prefix) -> int:

@@ -31,12 +31,12 @@ BARE = "bare"
 
 
 def turns(variant: str = TRUNKS, **seconds: float) -> list[Turn]:
-    """Three of each kind, one a tenth slower and one a tenth faster than said; 2 of 100 tokens read when not cold."""
+    """Three of each kind, one much slower and one a little faster than said; 2 of 100 tokens read when not cold."""
     taken = {COLD: 10.0, WARM: 0.1, SWITCH: 0.2, RESTART: 0.24} | seconds
     return [
         Turn(variant, kind, middle * factor, 100, 100 if kind == COLD else 2)
         for kind, middle in taken.items()
-        for factor in (1.1, 0.9, 1.0)
+        for factor in (3.0, 0.9, 1.0)
     ]
 
 
@@ -135,7 +135,7 @@ def test_quick_fails_for_what_is_read_and_not_for_times() -> None:
 
 def lap(agents: int, seconds: float, read: int, variant: str = TRUNKS) -> list[Turn]:
     switched = Turn(variant, SWITCH, seconds, 1000, read, "restored", agents)
-    return [switched] * agents + [Turn(variant, WARM, 0.1, 1000, 5, "warm", agents)]
+    return [switched] * agents + [Turn(variant, WARM, 0.1 if agents <= 8 else 0.2, 1000, 5, "warm", agents)]
 
 
 def test_scale_is_measured_by_the_most_agents_beside_eight_warm_ones() -> None:
