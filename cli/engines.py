@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
 
 from looprun_models.engine import Device, Engine, Skipped, devices
-from looprun_models.errors import EngineMissing, Missing
-from looprun_models.search import INSTALL_HINT, examine, find_engine, search_engines
+from looprun_models.errors import Missing, StartFailed
+from looprun_models.search import examine, search_engines, way_to_an_engine
 from looprun_models.settings import Settings, load_settings
 from looprun_models.smoke import prove
 from looprun_models.verdicts import Verdict
@@ -29,83 +28,80 @@ class Candidate:
     build_from: str
     devices: tuple[Device, ...]
     verdict: Verdict
-    used: bool
-    why: str
+    used: bool = False
+    why: str = ""
 
 
 def list_engines(json: Json = False) -> None:
     """Every engine found, in search order, and which one would be used.
 
-    One that was never checked on this machine is checked now.
+    One that was not checked on this machine yet is checked now.
     """
     settings = load_settings()
-    candidates: list[Candidate] = []
-    for found in search_engines(settings):
-        taken = any(candidate.used for candidate in candidates)
-        candidates.append(_candidate(found, settings, taken=taken))
+    candidates = _chosen([_look_at(found, settings) for found in search_engines(settings)])
     if json:
         say_json(candidates)
         return
     for number, candidate in enumerate(candidates, 1):
-        _say_candidate(number, candidate)
+        _say_candidate(f"{'*' if candidate.used else ' '} {number}. ", candidate)
     if not any(candidate.used for candidate in candidates):
-        say(f"\nnone of them can be used\n  next: {INSTALL_HINT}")
+        say(f"\nnone of them can be used\n  next: {way_to_an_engine(settings)}")
 
 
 def check(
     path: Annotated[
-        Path | None, typer.Argument(metavar="PATH", help="A llama-server; by default the one that would be used.")
+        str | None, typer.Argument(metavar="PATH", help="A llama-server; by default those of the search, in order.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Start an engine on a tiny model with the recipe's flags, and see whether it answers rightly.
+    """Start engines on a tiny model with the recipe's flags until one answers rightly, whatever is known of them.
 
-    The outcome is kept for this program on this CPU; a check runs again. Exit 4 when the engine cannot serve.
+    Exit 4 when none can serve, 3 when that could not be decided.
     """
     settings = load_settings()
-    engine = _named(path, settings) if path else find_engine(settings)
-    with progress_shown() as show:
-        verdict = prove(engine, settings, fresh=True, on_progress=show)
-    if json:
-        say_json({"path": engine.path, "build": engine.build, "source": engine.source, "verdict": verdict})
-    else:
-        say(f"{engine.label}, from {engine.source}")
-        say(f"  {verdict}")
-    if verdict.ok is False:
+    named = None if path is None else [examine(settings.expand(path), "the command line", settings)]
+    checked: list[Candidate] = []
+    for found in named or search_engines(settings):
+        checked.append(_look_at(found, settings, fresh=True))
         if not json:
-            note(f"  next: {INSTALL_HINT}")
-        raise typer.Exit(Missing.exit_code)
+            _say_candidate("", checked[-1])
+        if checked[-1].verdict.ok:
+            break
+    if json:
+        say_json(checked)
+    verdicts = [candidate.verdict.ok for candidate in checked]
+    if True not in verdicts:
+        note(f"  next: {way_to_an_engine(settings)}")
+        raise typer.Exit(StartFailed.exit_code if None in verdicts else Missing.exit_code)
 
 
-def _named(path: Path, settings: Settings) -> Engine:
-    found = examine(settings.expand(str(path)), "named", settings)
+def _look_at(found: Engine | Skipped, settings: Settings, *, fresh: bool = False) -> Candidate:
     if isinstance(found, Skipped):
-        raise EngineMissing(f"{found.path} cannot be used: {found.why}.", hint="looprun engine list")
-    return found
-
-
-def _candidate(found: Engine | Skipped, settings: Settings, *, taken: bool) -> Candidate:
-    if isinstance(found, Skipped):
-        verdict = Verdict(False, found.why)
-        return Candidate(found.path, found.source, None, "", (), verdict, False, f"skipped: {found.why}")
-    verdict = prove(found, settings)
-    used = not taken and verdict.ok is not False
-    why = (
-        "used: the first in the search order that serves"
-        if used
-        else f"skipped: {verdict.why}"
-        if verdict.ok is False
-        else "not used: one before it serves"
-    )
+        return Candidate(found.path, found.source, None, "", (), Verdict(False, found.why))
+    with progress_shown() as show:
+        verdict = prove(found, settings, fresh=fresh, on_progress=show)
     known = "its --version" if found.build is not None else "unknown; its flags were checked instead"
     if found.embedded:
         known = "the version of its wheel"
-    return Candidate(str(found.path), found.source, found.build, known, devices(found, settings), verdict, used, why)
+    return Candidate(str(found.path), found.source, found.build, known, devices(found, settings), verdict)
 
 
-def _say_candidate(number: int, candidate: Candidate) -> None:
-    mark = "*" if candidate.used else " "
-    say(f"{mark} {number}. {candidate.path}   (from {candidate.source})")
+def _chosen(candidates: list[Candidate]) -> list[Candidate]:
+    """The same, with what becomes of each: the first that serves is used, else the first that was not decided."""
+    best = next((c for ok in (True, None) for c in candidates if c.verdict.ok is ok), None)
+
+    def why(candidate: Candidate) -> str:
+        if candidate is best:
+            return "used: the first that serves" if candidate.verdict.ok else "used: none is known to serve"
+        if candidate.verdict.ok is False:
+            return "skipped"
+        return "not used: one before it serves" if candidate.verdict.ok else "not used: another one serves"
+
+    return [replace(candidate, used=candidate is best, why=why(candidate)) for candidate in candidates]
+
+
+def _say_candidate(mark: str, candidate: Candidate) -> None:
+    say(f"{mark}{candidate.path}   (from {candidate.source})")
     if candidate.build_from:
         build = f"b{candidate.build}, by {candidate.build_from}" if candidate.build else candidate.build_from
         gpus = ", ".join(f"{device.name} {size(device.total)}" for device in candidate.devices)
@@ -113,5 +109,6 @@ def _say_candidate(number: int, candidate: Candidate) -> None:
         say(f"       build     {build}")
         say(f"       backend   {gpus or 'CPU'}")
         say(f"       lacks     {lacks} of the recipe")
-        say(f"       check     {candidate.verdict}")
-    say(f"       {candidate.why}")
+    say(f"       check     {candidate.verdict}")
+    if candidate.why:
+        say(f"       {candidate.why}")

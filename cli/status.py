@@ -72,7 +72,7 @@ def _status_of_all(settings: Settings, json: bool) -> bool:
     running = list_servers(settings)
     binary = binary_status(settings)
     files = {name: model_file_status(spec, settings) for name, spec in specs.items()}
-    servers = {name: server_status_of(spec, running) for name, spec in specs.items()}
+    servers = {name: server_status_of(spec, running, binary) for name, spec in specs.items()}
     uses = {name: _use_of(name, settings, running) for name in specs}
     chosen = resolve_alias(None, settings).alias
     ready = binary.ok and files[chosen].state == OK
@@ -99,7 +99,9 @@ def _next_step(
         return binary.fix
     if file.fix and chosen_alias(settings) is None:
         up = next((name for name, server in servers.items() if server.up), None)
-        return f'looprun models ask {up} "Hello?"' if up else "looprun init   (chooses what fits this machine)"
+        if up is None:
+            return "looprun init   (chooses what fits this machine)"
+        return servers[up].fix or f'looprun models ask {up} "Hello?"'
     return file.fix or servers[chosen].fix or f'looprun models ask {chosen} "Hello?"'
 
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -250,11 +251,20 @@ def _remember(settings: Settings, identity: str, learned: _Learned) -> None:
     if memory.get(identity) == asdict(learned):
         return
     program = identity.rpartition(":")[0]
-    for old in [known for known in memory if known.rpartition(":")[0] == program]:
+    programs = {known: known.rpartition(":")[0] for known in memory}
+    for old in [known for known, other in programs.items() if other == program or not os.path.exists(other)]:
         del memory[old]
     memory[identity] = asdict(learned)
+    write_cache(path, memory)
+
+
+def write_cache(path: Path, content: Mapping[str, object]) -> None:
+    """Write JSON whole or not at all; where it cannot be written, the next command finds out anew."""
+    temporary = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(memory), encoding="utf-8")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(json.dumps(content), encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

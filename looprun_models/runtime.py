@@ -170,11 +170,12 @@ class LlamaCppRuntime:
         self.keep_alive = default if keep_alive == -1.0 else keep_alive
 
     def status(self, spec: LocalModelSpec) -> RuntimeStatus:
+        binary = binary_status(self.settings)
         return RuntimeStatus(
             runtime=self.id,
-            binary=binary_status(self.settings),
+            binary=binary,
             model_file=model_file_status(spec, self.settings),
-            server=server_status_of(spec, list_servers(self.settings)),
+            server=server_status_of(spec, list_servers(self.settings), binary),
         )
 
     def ensure_model(
@@ -199,9 +200,7 @@ class LlamaCppRuntime:
         on_progress: OnProgress | None = None,
     ) -> Lease:
         settings, options = self.settings, self.options
-        engine, request, slots = self._request(spec)
-        while prove(engine, settings).ok is False:  # known from now on, so the next look passes it over
-            engine, request, slots = self._request(spec)
+        engine, request, slots = self._request(spec, to_start=True)
 
         def plan(port: int, others: list[Record]) -> LaunchPlan:
             made = self._plan(spec, engine, request, slots, port)
@@ -236,17 +235,20 @@ class LlamaCppRuntime:
 
     def plan(self, spec: LocalModelSpec) -> LaunchPlan:
         """The plan as it would be started now, to look at; without weights, as far as it goes."""
-        engine, request, slots = self._request(spec, need_weights=False)
+        engine, request, slots = self._request(spec, to_start=False)
         return self._plan(spec, engine, request, slots, self.options.port or self.settings.port or spec.port)
 
-    def _request(self, spec: LocalModelSpec, *, need_weights: bool = True) -> tuple[Engine, Request, SlotFolder]:
-        """Cheap checks first: nothing here reads a GGUF or starts a program that was seen before."""
+    def _request(self, spec: LocalModelSpec, *, to_start: bool) -> tuple[Engine, Request, SlotFolder]:
+        """Cheap checks first: nothing here reads a GGUF or starts a program that was seen before. An engine that is to
+        start must serve, and there must be weights."""
         settings = self.settings
         read_request(spec, settings, self.options, engine_identity="", weights_identity="", slot_dir=None)
         engine = find_engine(settings)
         path, origin = weights_path(spec, settings)
-        if need_weights and not path.is_file():
-            raise mending_error(spec, inspect_weights(spec, settings))
+        if to_start:
+            if not path.is_file():
+                raise mending_error(spec, inspect_weights(spec, settings))
+            engine = find_engine(settings, prove)
         slots = slot_folder(settings)
         request = read_request(
             spec,
@@ -320,13 +322,13 @@ def model_file_status(spec: LocalModelSpec, settings: Settings) -> ModelFileStat
     return ModelFileStatus(str(found.path), found.state, note, fix=error.hint)
 
 
-def server_status_of(spec: LocalModelSpec, running: Iterable[Record]) -> ServerStatus:
-    """The server of this very profile, if one runs and proves it."""
+def server_status_of(spec: LocalModelSpec, running: Iterable[Record], used: BinaryStatus) -> ServerStatus:
+    """The server of this very profile, if one runs and proves it. used: the engine that would be started now."""
     start = f"looprun models serve {spec.alias}"
     for record in running:
         if record.alias != spec.alias:
             continue
-        outdated = _outdated(record)
+        outdated = _outdated(record, used)
         if proves(identify(record.host, record.port, record.api_key), record):
             fix = f"looprun models stop {spec.alias}, then {start}" if outdated else ""
             return ServerStatus(True, record.base_url, record.served_id, record.summary, fix, outdated)
@@ -335,12 +337,15 @@ def server_status_of(spec: LocalModelSpec, running: Iterable[Record]) -> ServerS
     return ServerStatus(False, fix=start)
 
 
-def _outdated(record: Record) -> str:
+def _outdated(record: Record, used: BinaryStatus) -> str:
     """A program that runs is not changed by what happens to its file, so nothing else would tell."""
     now = identity_of(Path(record.engine)) if record.engine else record.engine_identity
-    if now == record.engine_identity:
-        return ""
     build = "a build without number" if record.build is None else f"b{record.build}"
+    if now == record.engine_identity:
+        if not used.ok or used.path == record.engine:
+            return ""
+        other = "another build" if used.build is None else f"b{used.build}"
+        return f"runs on {build}, while {other} would be started now: {record.engine}"
     ran = f"{build}, as it was started; {record.engine}"
     if now:
         return f"runs an older program than the one on disk: {ran}, or a library beside it, has changed"

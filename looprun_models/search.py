@@ -32,24 +32,32 @@ def find_engine(settings: Settings, judge: Judge = known_verdict) -> Engine:
     """The first usable engine in the search order. Raises EngineMissing with the reason for every candidate.
 
     judge says whether an engine serves: by default by what is known, without starting anything; `smoke.prove` finds
-    out. LLAMA_BIN, when set, is the only candidate: a broken one is an error, never a silent fallback.
+    out. One of which that could not be decided is taken when none serves. LLAMA_BIN, when set, is the only candidate: a
+    broken one is an error, never a silent fallback.
     """
     skipped: list[Skipped] = []
+    undecided: list[Engine] = []
     for found in search_engines(settings):
         if isinstance(found, Skipped):
             skipped.append(found)
             continue
         verdict = judge(found, settings)
-        if verdict is None or verdict.ok is not False:
+        if verdict is None or verdict.ok:
             return found
+        if verdict.ok is None:
+            undecided.append(found)
         skipped.append(Skipped(str(found.path), found.source, verdict.why))
+    if undecided:
+        return undecided[0]
     if settings.llama_bin is not None:
-        why = skipped[0]
-        raise EngineMissing(
-            f"LLAMA_BIN={settings.llama_bin} cannot be used: {why.why}.",
-            hint="point LLAMA_BIN at a llama-server, or unset it",
-        )
-    raise EngineMissing("no usable llama-server was found.", hint=INSTALL_HINT, skipped=map(str, skipped))
+        message = f"LLAMA_BIN={settings.llama_bin} cannot be used: {skipped[0].why}."
+        raise EngineMissing(message, hint=way_to_an_engine(settings))
+    raise EngineMissing("no usable llama-server was found.", hint=way_to_an_engine(settings), skipped=map(str, skipped))
+
+
+def way_to_an_engine(settings: Settings) -> str:
+    """The next command where no engine can be used."""
+    return INSTALL_HINT if settings.llama_bin is None else "point LLAMA_BIN at a llama-server, or unset it"
 
 
 def search_engines(settings: Settings) -> Iterator[Engine | Skipped]:

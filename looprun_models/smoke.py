@@ -8,7 +8,10 @@ tenth of a second, before a model of gigabytes is loaded.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from looprun_models import system
 from looprun_models.engine import Engine
 from looprun_models.errors import EngineDied, LooprunError, PortInUse, StartTimeout
 from looprun_models.gguf import read_header
@@ -52,9 +56,10 @@ SPEC = LocalModelSpec(
 PORTS = range(20000, 32000)
 """One is drawn: two checks at once that both began at the first would meet there."""
 PORT_RACES = 5
-TIMEOUT = 120.0
+TIMEOUT = 60.0
 """Seconds; a GPU's first start compiles its kernels."""
-_ELSEWHERE = ("(SIGKILL)", "(SIGTERM)", "not enough memory")
+SCRATCH = "looprun-check-"
+_ELSEWHERE = ("(SIGKILL)", "(SIGTERM)", "not enough memory", "mem_buffer")
 """Ends that tell more about the machine at that moment than about the engine."""
 
 
@@ -70,10 +75,19 @@ def prove(engine: Engine, settings: Settings, *, fresh: bool = False, on_progres
 
 def _try(engine: Engine, settings: Settings, on_progress: OnProgress | None) -> Verdict:
     try:
-        with tempfile.TemporaryDirectory(prefix="looprun-check-", ignore_cleanup_errors=True) as scratch:
+        _sweep(Path(tempfile.gettempdir()))
+        with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True) as scratch:
             return _serve(engine, _plain(settings, Path(scratch)), on_progress)
     except OSError as error:
         return Verdict(None, f"{error.filename or 'the check'}: {error.strerror or error}")
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what checks that were killed have left."""
+    for left in folder.glob(f"{SCRATCH}*-*"):
+        pid = left.name.removeprefix(SCRATCH).partition("-")[0]
+        if pid.isdigit() and system.start_of(int(pid)) is None:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _plain(settings: Settings, scratch: Path) -> Settings:
@@ -96,7 +110,7 @@ def _serve(engine: Engine, settings: Settings, on_progress: OnProgress | None) -
     except StartTimeout:
         return Verdict(None, f"it was not ready within {TIMEOUT:g} s")
     except EngineDied as died:
-        why = died.message.replace(f"the engine {engine.path} ", "it ")
+        why = re.sub(f"^the engine ({re.escape(str(engine.path))} )?", "it ", died.message)
         return Verdict(None if any(end in why for end in _ELSEWHERE) else False, why)
     except LooprunError as error:
         return Verdict(None, error.message)

@@ -5,14 +5,13 @@ A home folder may be shared by machines, and a program that serves on one of the
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from looprun_models.engine import Engine
+from looprun_models.engine import Engine, write_cache
 from looprun_models.machine import cpu_identity
 from looprun_models.settings import Settings
 
@@ -40,37 +39,40 @@ class Verdict:
         return self.why if self.ok is False else f"not decided: {self.why}"
 
 
+LASTS = {True: float("inf"), False: 3600.0, None: 600.0}
+"""Seconds: what speaks against an engine may have been a limit, or a busy machine, and asking again costs little."""
 _found_here: dict[str, Verdict] = {}
 """Verdicts of this process, which hold where the cache cannot be written too."""
 
 
 def known_verdict(engine: Engine, settings: Settings) -> Verdict | None:
-    """The kept verdict on this very program on this very CPU; None when there is none."""
+    """The kept verdict on this very program on this very CPU; None when there is none, or it is too old."""
     key = _key(engine)
     found = [verdict for verdict in (_found_here.get(key), _kept(settings, key)) if verdict]
-    return max(found, key=lambda verdict: verdict.checked, default=None)
+    newest = max(found, key=lambda verdict: verdict.checked, default=None)
+    return newest if newest and time.time() - newest.checked < LASTS[newest.ok] else None
 
 
 def keep_verdict(engine: Engine, settings: Settings, verdict: Verdict) -> None:
-    """Remember what was decided; the undecided is tried again."""
-    if verdict.ok is None:
-        return
+    """Remember it for as long as it holds; what is remembered of programs that are gone is dropped."""
     key, path = _key(engine), _path(settings)
     _found_here[key] = verdict
-    kept = _read(path) | {key: asdict(verdict)}
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(kept), encoding="utf-8")
-        os.replace(temporary, path)
+    there = {known: told for known, told in _read(path).items() if Path(known.rpartition(":")[0]).exists()}
+    write_cache(path, there | {key: asdict(verdict)})
 
 
 def _kept(settings: Settings, key: str) -> Verdict | None:
-    kept = _read(_path(settings)).get(key)
-    try:
-        return Verdict(**{**kept, "missing": tuple(kept["missing"])}) if kept else None
-    except (TypeError, KeyError):  # another version wrote it in another form
-        return None
+    match _read(_path(settings)).get(key):
+        case {
+            "ok": True | False | None as ok,
+            "why": str(why),
+            "missing": [*missing],
+            "drafted": int() | None as drafted,
+            "seconds": float(seconds),
+            "checked": float(checked),
+        }:
+            return Verdict(ok, why, tuple(map(str, missing)), drafted, seconds, checked)
+    return None  # also for what another version wrote in another form
 
 
 def _key(engine: Engine) -> str:

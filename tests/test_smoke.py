@@ -6,8 +6,10 @@ import itertools
 import json
 import os
 import stat
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import make_tiny_gguf
@@ -69,7 +71,7 @@ def test_a_good_engine_serves_and_drafts() -> None:
 
 BAD: list[tuple[Behaviour, str]] = [
     ({"check_exit": -4}, "it is built for another CPU (killed by SIGILL)"),
-    ({"check_exit": -11}, "the engine ended by itself (killed by SIGSEGV)"),
+    ({"check_exit": -11}, "it ended by itself (killed by SIGSEGV)"),
     (
         {"check_exit": 127, "check_text": "llama-server: error while loading shared libraries: libx.so: cannot open"},
         "libx.so",
@@ -110,7 +112,9 @@ def test_what_the_machine_did_is_not_held_against_the_engine(tmp_path: Path, cod
     verdict = prove(engine, settings)
     assert verdict.ok is None
     assert str(verdict).startswith("not decided: ")
-    assert known_verdict(engine, settings) is None
+    known = known_verdict(engine, settings)
+    assert known is not None
+    assert known.ok is None
 
 
 def test_it_runs_the_recipe_whatever_the_variables_say(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_another_program_or_another_cpu_is_checked_again(tmp_path: Path, monkeyp
 def test_a_fresh_check_replaces_what_was_known(tmp_path: Path) -> None:
     settings = load_settings()
     engine = usable(make_engine(tmp_path / "e"))
-    verdicts.keep_verdict(engine, settings, Verdict(False, "it was broken", checked=1.0))
+    verdicts.keep_verdict(engine, settings, Verdict(False, "it was broken", checked=time.time()))
     assert prove(engine, settings).ok is False
     assert prove(engine, settings, fresh=True).ok
     verdicts._found_here.clear()  # as the next process
@@ -194,7 +198,7 @@ def test_engine_list_says_why_the_first_is_not_used(two_engines: tuple[Path, Pat
     assert first < second
     assert "built for another CPU (killed by SIGILL)" in told[first:second]
     assert f"* 2. {good}" in told
-    assert "used: the first in the search order that serves" in told[second:]
+    assert "used: the first that serves" in told[second:]
     found = json.loads(run("engine", "list", "--json")[1])
     assert [entry["used"] for entry in found][:2] == [False, True]
     assert [entry["build"] for entry in found][:2] == [9967, 9800]
@@ -242,6 +246,60 @@ def test_status_starts_nothing_and_says_what_was_not_checked(
     assert "not checked yet" not in told
 
 
+def test_a_verdict_against_an_engine_does_not_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings()
+    engine = usable(make_engine(tmp_path / "e"))
+    verdicts.keep_verdict(engine, settings, Verdict(False, "a limit", checked=time.time() - 3500))
+    assert prove(engine, settings).ok is False
+    verdicts.keep_verdict(engine, settings, Verdict(False, "a limit", checked=time.time() - 3700))
+    assert known_verdict(engine, settings) is None
+    assert prove(engine, settings).ok
+
+
+def test_one_that_serves_is_preferred_to_one_that_was_not_decided(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unclear = make_engine(home / "llamacpp-b9967", version="version: 9967 (abc1234)", check_exit=-9)
+    good = make_engine(home / "llamacpp-b9800", version="version: 9800 (abc1234)")
+    settings = load_settings()
+    assert find_engine(settings).path == unclear, "nothing is known yet"
+    assert find_engine(settings, prove).path == good
+    assert find_engine(settings).path == good, "what was found out is remembered"
+    told = run("engine", "list")[1]
+    assert f"* 2. {good}" in told
+    assert "not decided: it was killed" in told
+    assert "not used: another one serves" in told
+    monkeypatch.setenv("LLAMA_BIN", str(unclear))
+    assert find_engine(load_settings(), prove).path == unclear, "there is no other"
+
+
+def test_check_runs_again_whatever_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_BIN", str(make_engine(tmp_path / "e")))
+    settings = load_settings()
+    verdicts.keep_verdict(usable(tmp_path / "e" / "llama-server"), settings, Verdict(False, "x", checked=time.time()))
+    assert "LLAMA_BIN" in run("models", "status")[1]
+    assert run("engine", "check")[0] == 0
+    assert "engine   ok" in run("models", "status")[1]
+
+
+def test_what_killed_checks_left_is_removed(tmp_path: Path, scratch: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (scratch / f"looprun-check-{dead.pid}-x").mkdir()
+    assert prove(usable(make_engine(tmp_path / "e")), load_settings()).ok
+
+
+def test_caches_forget_programs_that_are_gone(tmp_path: Path) -> None:
+    settings = load_settings()
+    gone = usable(make_engine(tmp_path / "gone"))
+    prove(gone, settings)
+    gone.path.unlink()
+    here = usable(make_engine(tmp_path / "here"))
+    prove(here, settings)
+    for cache in ("engines.json", "verdicts.json"):
+        known = json.loads((settings.cache_dir / cache).read_text())
+        assert not [name for name in known if name.startswith(str(gone.path))], cache
+        assert [name for name in known if name.startswith(str(here.path))], cache
+
+
 def test_engine_check_of_a_path(tmp_path: Path) -> None:
     code, told = run("engine", "check", str(make_engine(tmp_path / "e")))
     assert code == 0
@@ -250,6 +308,9 @@ def test_engine_check_of_a_path(tmp_path: Path) -> None:
     assert code == 4
     assert "computes wrongly" in told
     assert "next: looprun engine install" in told
+    code, told = run("engine", "check", str(make_engine(tmp_path / "g", check_exit=-9)))
+    assert code == 3
+    assert "not decided: it was killed" in told
     code, told = run("engine", "check", str(tmp_path / "none"))
     assert code == 4
     assert "there is no such file" in told

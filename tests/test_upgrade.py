@@ -15,8 +15,11 @@ from typer.testing import CliRunner
 
 from looprun_models import engine as engine_module
 from looprun_models.records import list_servers
+from looprun_models.registry import resolve_alias
+from looprun_models.runtime import LlamaCppRuntime
 from looprun_models.settings import load_settings
 from tests.engines import make_engine
+from tests.helpers import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the fake engines are scripts with a shebang")
 
@@ -104,3 +107,16 @@ def test_the_embedded_engine_too(
         "models", "status", alias
     )
     said("models", "stop", alias)
+
+
+def test_a_newer_engine_beside_the_one_that_runs(profile: Profile, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LLAMA_BIN", raising=False)
+    old = make_engine(home / "llamacpp-b9800", version="version: 9800 (a)")
+    alias = profile("tiny-qwen35", port=free_port())
+    with LlamaCppRuntime().ensure_server(resolve_alias(alias)):
+        assert "runs on" not in said("models", "status", alias)
+        make_engine(home / "llamacpp-b11434", version="version: 11434 (a)")
+        told = said("models", "status", alias)
+        assert f"runs on b9800, while b11434 would be started now: {old}" in told
+        assert f"next: looprun models stop {alias}, then looprun models serve {alias}" in told
+        assert f"next: looprun models stop {alias}, then looprun models serve {alias}" in said("models", "status")
