@@ -60,6 +60,7 @@ def install(
         note(f"{order.label} is already installed.")
         say(str(order.path))
         _say_used(order, settings)
+        _say_running(settings)
         return
     before = _used(settings)
     _ask(order, yes=yes)
@@ -76,10 +77,18 @@ def install(
     _say_used(done.engine, settings)
     if before and before.path != done.engine.path and (folder := _folder_of(before, settings)):
         note(f"{before.label} stays until: looprun engine rm {folder}")
+    _say_running(settings)
 
 
 def rm(
-    engine: Annotated[str, typer.Argument(metavar="BUILD", help="A build such as b11434, or the name of its folder.")],
+    engine: Annotated[
+        str,
+        typer.Argument(
+            metavar="BUILD",
+            help="b11434: what looprun has put into ~/llamacpp-b11434, or with a variant behind it. "
+            "The whole name of a folder, llamacpp-...: that one, whoever has put it there.",
+        ),
+    ],
     yes: Agreed = False,
 ) -> None:
     """Remove an installed engine, after asking."""
@@ -97,7 +106,7 @@ def rm(
     origin = "" if is_ours(folder) else ", which looprun did not put there"
     _agree_to_remove(f"{folder} ({size(bytes_in(folder))}){origin}", engine, yes=yes)
     freed = remove_engine(folder, settings, note)
-    say(f"{size(freed)} freed")
+    say(f"{folder} removed, {size(freed)} freed")
     _say_used(None, settings)
 
 
@@ -110,7 +119,7 @@ def _ask(order: Order, *, yes: bool) -> None:
     note(f"variant {order.variant}: {order.reason}")
     if order.replaces:
         fate = "replaced" if is_ours(order.target) else "moved aside"
-        note(f"{order.target} is there and cannot be used ({order.replaces}): it is {fate}.")
+        note(f"{order.target} is no {order.release.tag} that serves ({order.replaces}): it is {fate}.")
     files = " and ".join(f"{asset.name} ({size(asset.size)})" for asset in order.assets)
     host = order.assets[0].host
     if not agree(f"Fetch {files} from {host} and install it in {order.target}?", yes=yes):
@@ -128,21 +137,34 @@ def _used(settings: Settings) -> Engine | None:
 
 
 def _say_used(asked: Engine | None, settings: Settings) -> None:
-    used = _used(settings)
-    if used is None:
-        note("no engine can be used now\n  next: looprun engine install")
-    elif asked and used.path != asked.path:
+    try:
+        used = find_engine(settings)
+    except EngineMissing as error:
+        why = "no engine can be used now" if settings.llama_bin is None else error.message
+        note(f"{why}\n  next: {error.hint}")
+        return
+    if asked and used.path != asked.path:
         note(f"{used.label}, from {used.source}, comes before it and is used: looprun engine list")
     else:
         note(f"used now: {used.label}, from {used.source}")
 
 
+def _say_running(settings: Settings) -> None:
+    """Servers go on with the program that they were started with."""
+    used = _used(settings)
+    for server in list_servers(settings):
+        if used and server.engine_identity != used.identity:
+            build = server.engine if server.build is None else f"b{server.build}"
+            stop = f"looprun models stop {server.alias}, then serve it again"
+            note(f"{server.alias} still runs on {build} (pid {server.child_pid}): {stop}")
+
+
 def _folder_of(engine: Engine, settings: Settings) -> str:
-    """What `rm` calls the folder of an engine, "" where it lies elsewhere."""
+    """The name of an engine's folder, "" where `rm` does not look."""
     if settings.home is None:
         return ""
     home = settings.home.resolve()
     if not engine.path.is_relative_to(home):
         return ""
     first = engine.path.relative_to(home).parts[0]
-    return first.removeprefix(PREFIX) if first.startswith(PREFIX) else ""
+    return first if first.startswith(PREFIX) else ""

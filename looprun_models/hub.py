@@ -28,20 +28,23 @@ _REFUSALS: dict[str | int, tuple[str, str]] = {
     429: ("was refused: too many requests", "wait a few minutes; the limit is higher with HF_TOKEN set"),
     "other": ("was not given by the Hub", "try again later"),
 }
-ADDRESS = r"https?://([\w.-]+|\[[\da-f:]+\])(:(?!0)[1-5]?\d{1,4}|:6[0-4]\d{3}|:65[0-4]\d\d|:655[0-2]\d|:6553[0-5])?(/[\w./~%-]*)?"
+ORIGIN = r"https?://([\w.-]+|\[[\da-f:]+\])(:(?!0)[1-5]?\d{1,4}|:6[0-4]\d{3}|:65[0-4]\d\d|:655[0-2]\d|:6553[0-5])?"
+ADDRESS = rf"{ORIGIN}(/[\w./~%-]*)?"
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     """Whose files they are, in the words of messages, and what they are: magic is how such a file may begin.
 
-    variable is the setting that points at another address in its place.
+    variable is the setting that points at another address in its place. another: the command that fetches another file
+    in place of one that is not given.
     """
 
     name: str
     variable: str
     kind: str
     magic: tuple[bytes, ...]
+    another: str = ""
 
 
 HUB = Site("the Hub", "HF_ENDPOINT", "GGUF", (b"GGUF",))

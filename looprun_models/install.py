@@ -62,8 +62,8 @@ Prove = Callable[[Engine], Proof]
 class Order:
     """What is to be installed. The first asset has the engine, the others belong beside it.
 
-    reason says why this variant; asked: because it was asked for. replaces says what is wrong with the engine that has
-    the name now, "" without one.
+    reason says why this variant; asked: because it was asked for. replaces says what is wrong with what has the name
+    now, "" without anything.
     """
 
     release: Release
@@ -113,14 +113,14 @@ def place_order(
     asked, (variant, reason) = variant is not None, choose_variant(here, drivers, variant)
     if build is None:
         release, assets = find_latest(here, variant, settings, on_note or (lambda _: None))
-    elif isinstance(stands := standing_engine(home / folder_name(build, variant), settings, prove), Engine):
+    elif isinstance(stands := standing_engine(build, variant, settings, prove), Engine):
         return stands  # the index need not be asked
     else:
         release, assets = find_build(build, here, variant, settings)
-    target = home / folder_name(release.build, variant)
-    stands = standing_engine(target, settings, prove)
+    stands = standing_engine(release.build, variant, settings, prove)
     if isinstance(stands, Engine):
         return stands
+    target = home / folder_name(release.build, variant)
     order = Order(release, assets, variant, asked, reason, target, stands)
     for asset in assets:
         if asset.sha256 is None and not allow_unverified:
@@ -141,13 +141,18 @@ def folder_name(build: int, variant: str) -> str:
     return f"{PREFIX}b{build}" + ("" if variant in PLAIN else f"-{variant}")
 
 
-def standing_engine(folder: Path, settings: Settings, prove: Prove) -> Engine | str:
-    """The engine in a folder if it serves, else why there is none, "" when there is no such folder."""
+def standing_engine(build: int, variant: str, settings: Settings, prove: Prove) -> Engine | str:
+    """The engine that has the name of a build, if it is one and serves; else why not, "" when nothing has the name."""
+    folder = engines_home(settings) / folder_name(build, variant)
     if not os.path.lexists(folder):
         return ""
+    if not folder.is_dir():
+        return "it is no folder" if folder.exists() else "it is a link to nothing"
     found = first_engine(folder, settings)
     if isinstance(found, Skipped):
         return found.why
+    if found.build not in (None, build):
+        return f"the engine in it says that it is b{found.build}"
     proof = prove(found)
     return proof.why if proof.ok is False else found
 
@@ -168,7 +173,7 @@ def install_engine(
     note = on_note or (lambda _: None)
     home = engines_home(settings)
     with _explained(order, home), alone(home, note):
-        stands = standing_engine(order.target, settings, prove)
+        stands = standing_engine(order.release.build, order.variant, settings, prove)
         if isinstance(stands, Engine):
             return Installed(stands, None)
         archives = _fetch(order, settings, on_progress, note)
@@ -237,6 +242,8 @@ def _prepare(
         for path in folder.iterdir():
             if not os.path.lexists(content / path.name):
                 path.rename(content / path.name)
+    if os.path.lexists(content / MARKER):
+        raise _unfit(order, f"it brings a {MARKER}, which is what looprun marks its own installs with")
     found = first_engine(content, settings)
     if isinstance(found, Skipped):
         raise _unfit(order, found.why.replace(f"{content}{os.sep}", ""))

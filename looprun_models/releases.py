@@ -11,7 +11,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from email.message import Message
 from typing import Any
@@ -19,18 +19,26 @@ from urllib.parse import urlsplit
 
 from looprun_models.engine import EMBEDDED, FLOOR
 from looprun_models.errors import BadSetting, DownloadFailed, EngineMissing, LooprunError, UsageError
-from looprun_models.hub import ADDRESS, OnNote, RemoteFile, Site
+from looprun_models.hub import ADDRESS, ORIGIN, OnNote, RemoteFile, Site
 from looprun_models.settings import Settings
-from looprun_models.source import USER_AGENT, open_url, proxies_of
+from looprun_models.source import USER_AGENT, first_line, open_url, proxies_of
 from looprun_models.variants import Platform
 
 INDEX = "https://api.github.com/repos/ggml-org/llama.cpp"
 VARIABLE = "LOOPRUN_ENGINE_INDEX"
-SITE = Site("the release host", VARIABLE, "archive", (b"\x1f\x8b", b"PK\x03\x04"))
+SITE = Site(
+    "the release host",
+    VARIABLE,
+    "archive",
+    (b"\x1f\x8b", b"PK\x03\x04"),
+    another="name another build: looprun engine install bNNNN",
+)
 LISTED = 30
 """Releases that are looked at for the newest: about a week of them."""
 LONGEST_ANSWER = 32 * 2**20
 """Bytes; a list of 30 releases has about half a megabyte."""
+DAY = 86400.0
+"""Seconds; no limit of an index lasts longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +57,11 @@ class Asset:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One build. Only files whose upload has ended are among its assets."""
+    """One build. Only files whose upload has ended are among its assets; the others are coming."""
 
     build: int
     assets: tuple[Asset, ...]
+    coming: tuple[Asset, ...] = ()
 
     @property
     def tag(self) -> str:
@@ -65,8 +74,8 @@ class Release:
 
 def parse_wanted(wanted: str) -> int | None:
     """The build number of "b11434" or "11434", None for "latest". Raises UsageError for others and for old builds."""
-    named = re.fullmatch(r"b?(\d{1,9})", wanted, re.ASCII)
-    if wanted != "latest" and not named:
+    named = re.fullmatch(r"b?(\d{1,9})", wanted, re.ASCII | re.IGNORECASE)
+    if wanted.lower() != "latest" and not named:
         raise UsageError(
             f"{wanted!r} is no build of llama.cpp.", hint="looprun engine install latest   (or a tag such as b11434)"
         )
@@ -115,6 +124,10 @@ def find_build(build: int, here: Platform, variant: str, settings: Settings) -> 
 def find_latest(here: Platform, variant: str, settings: Settings, on_note: OnNote) -> tuple[Release, tuple[Asset, ...]]:
     """The newest release that has the files for this machine; those passed over are told. Raises as find_build."""
     releases = _list(settings)
+    if not releases:
+        raise EngineMissing(
+            f"{_index(settings)} lists no build of llama.cpp.", hint=f"check {VARIABLE}, or: {EMBEDDED}"
+        )
     passed: list[str] = []
     for release in releases:
         if release.build >= FLOOR and (assets := pick(release, here, variant)):
@@ -123,10 +136,19 @@ def find_latest(here: Platform, variant: str, settings: Settings, on_note: OnNot
                 on_note(f"{', '.join(passed)} {missing}: {release.tag} is the newest that does.")
             return release, assets
         passed.append(release.tag)
+    coming = [each.tag for each in releases if each.build >= FLOOR and _is_coming(each, here, variant)]
+    but = f", and {coming[0]} is still being uploaded" if coming else ""
+    wait = "try again in some minutes, or " if coming else ""
     raise EngineMissing(
-        f"none of the {len(releases)} newest releases has a {variant} build for {here}.",
-        hint=f"name an older one: looprun engine install bNNNN   (or {EMBEDDED})",
+        f"none of the {len(releases)} newest releases has a {variant} build for {here}{but}.",
+        hint=f"{wait}name an older one: looprun engine install bNNNN   (or {EMBEDDED})",
     )
+
+
+def _is_coming(release: Release, here: Platform, variant: str) -> bool:
+    """Whether a release lacks the files for a machine only because their upload has not ended."""
+    whole = replace(release, assets=release.assets + release.coming)
+    return not pick(release, here, variant) and bool(pick(whole, here, variant) or not release.assets)
 
 
 def _named(pattern: str, name: str) -> re.Match[str] | None:
@@ -135,7 +157,9 @@ def _named(pattern: str, name: str) -> re.Match[str] | None:
 
 def _lacking(release: Release, here: Platform, variant: str, settings: Settings) -> LooprunError:
     has = [other for other in here.builds if pick(release, here, other)]
+    coming = _is_coming(release, here, variant)
     there = f"it has {', '.join(has)} for it" if has else f"it has none for it (of {len(release.assets)} files in all)"
+    there = "it is still being uploaded" if coming else there
     try:
         having = [other.build for other in _list(settings) if pick(other, here, variant)]
     except LooprunError:  # the list only helps
@@ -144,15 +168,17 @@ def _lacking(release: Release, here: Platform, variant: str, settings: Settings)
     older = max((build for build in having if FLOOR <= build < release.build), default=None)
     near = [f"b{build} ({word})" for build, word in ((newer, "newer"), (older, "older")) if build]
     nearest = f" Nearest with one: {', '.join(near)}." if near else ""
-    word = f"b{newer or older}" if near else "latest"
-    return EngineMissing(
-        f"{release.tag} has no {variant} build for {here}: {there}.{nearest}", hint=f"looprun engine install {word}"
-    )
+    hint = f"looprun engine install b{newer or older}"
+    if not near:
+        again = f"try again in some minutes: looprun engine install {release.tag}"
+        other = f"looprun engine install {release.tag} --variant {has[0]}" if has else f"{SITE.another}; or: {EMBEDDED}"
+        hint = again if coming else other
+    return EngineMissing(f"{release.tag} has no {variant} build for {here}: {there}.{nearest}", hint=hint)
 
 
 def _index(settings: Settings) -> str:
     named = (settings.engine_index or INDEX).rstrip("/")
-    if not re.fullmatch(ADDRESS, named, re.IGNORECASE):
+    if not (re.fullmatch(ADDRESS, named, re.IGNORECASE) and _is_address(named)):
         raise BadSetting(VARIABLE, re.sub(r"//[^/@]*@", "//...@", named), "an http:// or https:// address")
     return named
 
@@ -176,22 +202,31 @@ def _release(raw: Any, index: str) -> Release | None:
             named = re.fullmatch(r"b(\d{1,9})", tag, re.ASCII)
             if not named or raw.get("draft"):
                 return None
-            found = (_asset(asset, index) for asset in assets)
-            return Release(int(named[1]), tuple(asset for asset in found if asset))
+            whole: dict[bool, list[Asset]] = {True: [], False: []}
+            for told in assets:
+                asset = _asset(told, index)
+                whole[told.get("state", "uploaded") == "uploaded" and asset.size > 0].append(asset)
+            return Release(int(named[1]), tuple(whole[True]), tuple(whole[False]))
     raise _malformed(index, "a release in it has no tag or no list of files")
 
 
-def _asset(raw: Any, index: str) -> Asset | None:
-    """None for a file whose upload has not ended."""
+def _asset(raw: Any, index: str) -> Asset:
     match raw:
-        case {"name": str(name), "size": int(size), "browser_download_url": str(url)} if re.match("https?://", url):
-            if raw.get("state", "uploaded") != "uploaded" or size <= 0:
-                return None
-            if index.lower().startswith("https:") and not url.startswith("https:"):
+        case {"name": str(name), "size": int(size), "browser_download_url": str(url)} if _is_address(url):
+            if index.lower().startswith("https:") and not url.lower().startswith("https:"):
                 raise _malformed(index, f"{name} would be fetched without encryption")
             digest = re.fullmatch(r"sha256:([0-9a-f]{64})", str(raw.get("digest")).lower())
             return Asset(name, size, url, digest[1] if digest else None)
     raise _malformed(index, "a file in it has no name, size or address")
+
+
+def _is_address(text: str) -> bool:
+    """Whether urllib can ask for it: what is in brackets has to be an IP address too."""
+    try:
+        urlsplit(text)
+    except ValueError:
+        return False
+    return bool(re.fullmatch(rf"{ORIGIN}([/?][!-~]*)?", text, re.ASCII | re.IGNORECASE))
 
 
 def _ask(address: str, settings: Settings) -> Any:
@@ -208,9 +243,8 @@ def _ask(address: str, settings: Settings) -> Any:
                 return None
             raise _refused(host, error.code, error.headers) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        said = str(getattr(error, "reason", "") or error or type(error).__name__).splitlines()[0]
         raise DownloadFailed(
-            f"the release index at {host} was not reached: {said}.",
+            f"the release index at {host} was not reached: {first_line(getattr(error, 'reason', error))}.",
             hint=f"check the network, the proxy variables and {VARIABLE}, then try again; or: {EMBEDDED}",
         ) from error
     try:
@@ -223,16 +257,23 @@ def _ask(address: str, settings: Settings) -> Any:
 def _refused(host: str, status: int, headers: Message) -> DownloadFailed:
     left, reset = headers.get("x-ratelimit-remaining", "").strip(), headers.get("x-ratelimit-reset", "").strip()
     after = headers.get("retry-after", "").strip()
+    if 300 <= status < 400:
+        return DownloadFailed(
+            f"the release index at {host} leads to {headers.get('location', 'nowhere')}, which cannot be followed "
+            f"(HTTP {status}).",
+            hint=f"check {VARIABLE}, and whether a proxy or a log-in page stands in between",
+        )
     if status not in (403, 429) or (status == 403 and left != "0" and not after):
         return DownloadFailed(f"the release index at {host} answered HTTP {status}.", hint="try again later")
-    at = float(reset[:12]) if reset.isdecimal() else time.time() + float(after[:6]) if after.isdecimal() else None
+    now = time.time()
+    at = float(reset) if reset.isdecimal() else now + float(after) if after.isdecimal() else now + DAY
+    known = abs(at - now) < DAY
     when = "for now"
-    if at is not None:
-        minutes = max(1, round((at - time.time()) / 60))
-        when = f"until {datetime.fromtimestamp(at).astimezone():%H:%M} (in {minutes} min)"
+    if known:
+        when = f"until {datetime.fromtimestamp(at).astimezone():%H:%M} (in {max(1, round((at - now) / 60))} min)"
     return DownloadFailed(
         f"{host} answers no more questions from this network address {when}: its hourly limit is used up.",
-        hint=f"try again then, or set {VARIABLE} to a mirror",
+        hint=f"try again {'then' if known else 'in an hour'}, or set {VARIABLE} to a mirror",
     )
 
 

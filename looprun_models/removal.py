@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from looprun_models.engine import Engine
 from looprun_models.errors import EngineMissing, LooprunError, ServerInUse, UsageError
 from looprun_models.hub import OnNote
 from looprun_models.records import locked, reap_dead
 from looprun_models.search import examine_folder
 from looprun_models.settings import Settings
-from looprun_models.staging import PREFIX, alone, downloads_dir, engines_home, staged, sync
+from looprun_models.staging import PREFIX, alone, downloads_dir, engines_home, is_ours, staged, sync
 from looprun_models.wire import Record
+
+_BUILD = r"b?(\d{1,9})(-.+)?"
 
 
 def find_folder(name: str, settings: Settings) -> Path:
-    """The folder of an installed engine: by its name, with or without the prefix, else by its build.
+    """The folder of an installed engine: by its whole name, or by the build that its name says if it is one of ours.
 
-    Raises EngineMissing when there is none, UsageError when several have that build.
+    Raises EngineMissing when there is none, UsageError when a build names several, or one that is not ours.
     """
-    there = [path for path in sorted(engines_home(settings).glob(f"{PREFIX}*")) if path.is_dir()]
-    found = [path for path in there if path.name in (name, PREFIX + name)]
-    found = found or [path for path in there if _is_build(path, name)]
-    found = found or [path for path in there if name in _builds_in(path, settings)]
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise UsageError(f"{name} is the build of {names}.", hint=f"name one of them: looprun engine rm {names}")
+    home = engines_home(settings)
+    there = [path for path in sorted(home.glob(f"{PREFIX}*")) if path.is_dir()]
+    found = [path for path in there if path.name == name]
+    found = found or [path for path in there if _says(path.name, name, variant="")]
+    found = found or [path for path in there if _says(path.name, name)]
     if not found:
-        raise EngineMissing(f"no engine {name} is installed in {engines_home(settings)}.", hint="looprun engine list")
-    if not _builds_in(found[0], settings):
-        raise UsageError(f"{found[0]} holds no engine and is left alone.", hint="remove it yourself")
-    return found[0]
+        raise EngineMissing(f"no engine {name} is installed in {home}.", hint="looprun engine list")
+    folder, *others = found
+    command = f"looprun engine rm {folder.name}"
+    if others:
+        either = " or ".join(path.name for path in others)
+        raise UsageError(
+            f"{name} is the build of {', '.join(path.name for path in found)}.", hint=f"{command}   (or {either})"
+        )
+    if not is_ours(folder) and not any(verdict.path != str(folder) for verdict in examine_folder(folder, settings)):
+        raise UsageError(f"{folder} holds no engine and is left alone.", hint="remove it yourself")
+    if not is_ours(folder) and folder.name != name:
+        raise UsageError(f"looprun did not put {folder} there, so it goes by its whole name only.", hint=command)
+    return folder
 
 
 def bytes_in(folder: Path) -> int:
     """What its removal frees: nothing for a link to a folder."""
-    if folder.is_symlink():
-        return 0
-    return sum(path.lstat().st_size for path in folder.rglob("*"))
+    found = 0
+    for place, _, names in () if folder.is_symlink() else os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # another removal may be faster
+                found += os.lstat(os.path.join(place, name)).st_size
+    return found
 
 
 def check_unused(folder: Path, running: Iterable[Record]) -> None:
@@ -54,16 +67,23 @@ def check_unused(folder: Path, running: Iterable[Record]) -> None:
 
 
 def remove_engine(folder: Path, settings: Settings, on_note: OnNote | None = None) -> int:
-    """Delete an engine's folder; returns the bytes that became free. Raises ServerInUse, LooprunError."""
+    """Delete an engine's folder; returns the bytes that became free.
+
+    Raises ServerInUse, LooprunError, EngineMissing when it is gone already.
+    """
     home = engines_home(settings)
-    freed = bytes_in(folder)
     try:
         with alone(home, on_note or (lambda _: None)), staged(home) as staging:
+            freed = bytes_in(folder)
             with locked(settings):  # no server of ours can start from it meanwhile
                 check_unused(folder, reap_dead(settings))
                 folder.rename(staging / "old")  # out of the search's sight in one step
             sync(home)
     except OSError as error:
+        if not os.path.lexists(folder):
+            raise EngineMissing(
+                f"{folder} is gone already: something else removed it.", hint="looprun engine list"
+            ) from None
         why = f"{folder} could not be removed: {error.strerror}."
         raise LooprunError(why, hint="see who owns it, or uses it") from error
     return freed
@@ -82,23 +102,16 @@ def drop_fetched(name: str, settings: Settings) -> None:
 
 
 def _fetched(name: str, settings: Settings) -> list[Path]:
-    named = re.fullmatch(r"b?(\d+)(-\w+)?", name, re.ASCII)
+    named = re.fullmatch(_BUILD, name, re.ASCII | re.IGNORECASE)
     return list(downloads_dir(settings).glob(f"llama-b{named[1]}-*")) if named else []
 
 
-def _is_build(folder: Path, name: str) -> bool:
-    return folder.name.removeprefix(PREFIX).removeprefix("b").split("-")[0] == name.removeprefix("b")
-
-
-def _builds_in(folder: Path, settings: Settings) -> set[str]:
-    """The builds of the programs in a folder, as they may be named; of a broken one its path; nothing without any."""
-    found: set[str] = set()
-    for verdict in examine_folder(folder, settings):
-        if isinstance(verdict, Engine):
-            found |= {f"b{verdict.build}", str(verdict.build)}
-        elif verdict.path != str(folder):
-            found.add(verdict.path)
-    return found
+def _says(folder: str, name: str, *, variant: str | None = None) -> bool:
+    """Whether a folder's name says the build that was named. variant: "" for a folder without one, None for any."""
+    has, wanted = (re.fullmatch(_BUILD, text, re.ASCII | re.IGNORECASE) for text in (folder.removeprefix(PREFIX), name))
+    if not has or not wanted or int(has[1]) != int(wanted[1]):
+        return False
+    return (has[2] or "") == wanted[2] if wanted[2] else variant is None or not has[2]
 
 
 def _blocks(path: Path) -> int:

@@ -67,7 +67,7 @@ class Stream:
         except TimeoutError:
             raise Dropped(f"nothing arrived for {TIMEOUT:g} seconds") from None
         except (*_BROKEN, AttributeError) as error:  # AttributeError: fp is None once the answer is read to its end
-            raise Dropped(f"the connection broke ({_first_line(error)})") from None
+            raise Dropped(f"the connection broke ({first_line(error)})") from None
 
     def abort(self) -> None:
         for opened in self._opened:
@@ -122,11 +122,11 @@ class Source:
             with error:
                 raise self._refused(error) from None
         except urllib.error.URLError as error:
-            raise Dropped(f"no connection ({_first_line(error.reason)})") from None
+            raise Dropped(f"no connection ({first_line(error.reason)})") from None
         except TimeoutError:
             raise Dropped(f"no answer for {TIMEOUT:g} seconds") from None
         except _BROKEN as error:
-            raise Dropped(f"the connection broke ({_first_line(error)})") from None
+            raise Dropped(f"the connection broke ({first_line(error)})") from None
 
     def _refused(self, error: urllib.error.HTTPError) -> Exception:
         status, site = error.code, self.remote.site
@@ -134,7 +134,7 @@ class Source:
         if status == 416:
             total = re.fullmatch(r"bytes \*/(\d+)", error.headers.get("Content-Range", ""))
             if total and int(total[1]) != self.remote.size:
-                return Changed(f"its server has {int(total[1]):,} bytes")
+                return self._of_another_size(int(total[1]))
             return RangesUnusable("refuses a range inside the file (HTTP 416)")
         asked_the_site = _origin(error.geturl() or "") == _origin(self.remote.url)
         if 300 <= status < 400:
@@ -143,7 +143,8 @@ class Source:
                 f"{self.remote.name}: {site.name} leads to {where}, which cannot be followed (HTTP {status}).",
                 hint=f"check {site.variable}, and whether a proxy stands in between",
             )
-        if status in (401, 403, 404, 410) and asked_the_site:
+        # Behind the Hub an address expires while it is used; other sites' addresses are asked for anew each time.
+        if (status in (401, 403, 404, 410) and asked_the_site) or (_is_final(status) and site != HUB):
             return failure
         return Dropped(f"it answered HTTP {status}", wait=_retry_after(error.headers), failure=failure)
 
@@ -158,17 +159,27 @@ class Source:
         if response.status == 200:
             length = response.headers.get("Content-Length", "")
             if length.isdigit() and int(length) != self.remote.size:
-                raise Changed(f"its server has {int(length):,} bytes")
+                raise self._of_another_size(int(length))
             if ranged and start:
                 raise RangesUnusable("ignores ranges (HTTP 200)")
             return Stream(response, 0, there, opened)
         given = response.headers.get("Content-Range", "")
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", given)
         if found and found[2] not in ("*", str(self.remote.size)):
-            raise Changed(f"its server has {int(found[2]):,} bytes")
+            raise self._of_another_size(int(found[2]))
         if not found or int(found[1]) != start:
             raise RangesUnusable(f"answers another range than the one asked for ({given or 'none'})")
         return Stream(response, start, there, opened)
+
+    def _of_another_size(self, there: int) -> Exception:
+        """The Hub may know better when it is asked again; another site's answer is not asked for twice."""
+        remote, site = self.remote, self.remote.site
+        if site == HUB:
+            return Changed(f"its server has {there:,} bytes")
+        return DownloadFailed(
+            f"{remote.file}: the index says {remote.size:,} bytes, and the host of the file has {there:,}.",
+            hint=f"{site.another}; or check {site.variable}: a mirror may be in the middle of an update",
+        )
 
 
 def not_the_kind(remote: RemoteFile, what: str) -> DownloadFailed:
@@ -181,7 +192,14 @@ def not_the_kind(remote: RemoteFile, what: str) -> DownloadFailed:
 def _refusal(remote: RemoteFile, status: int, code: str) -> DownloadFailed:
     if remote.site == HUB:
         return refusal(remote.name, status, page=remote.page, code=code)
-    return DownloadFailed(f"{remote.file} was not given by {remote.site.name} (HTTP {status}).", hint="try again later")
+    site = remote.site
+    hint = f"{site.another}; or check {site.variable}" if _is_final(status) else "try again later"
+    return DownloadFailed(f"{remote.file} was not given by {site.name} (HTTP {status}).", hint=hint)
+
+
+def _is_final(status: int) -> bool:
+    """Whether a refusal stays one however often it is asked."""
+    return 400 <= status < 500 and status not in (408, 425, 429)
 
 
 def open_url(
@@ -291,8 +309,10 @@ def _retry_after(headers: Message) -> float:
     return 0.0
 
 
-def _first_line(error: object) -> str:
-    return next(_lines(str(error)), type(error).__name__)
+def first_line(error: object) -> str:
+    """What an error says, without the number of the system's."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return next(_lines(str(said)), type(error).__name__)
 
 
 def _lines(text: str) -> Iterator[str]:

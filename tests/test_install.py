@@ -28,10 +28,12 @@ from looprun_models.engine import Engine
 from looprun_models.errors import FolderUnwritable, InstallFailed, NotEnoughDisk
 from looprun_models.install import Order, install_engine, place_order
 from looprun_models.journal import held
+from looprun_models.records import list_servers
 from looprun_models.removal import find_folder
 from looprun_models.search import search_engines
 from looprun_models.settings import load_settings
 from looprun_models.staging import LOCK, MARKER, STAGING
+from looprun_models.transfer import CONNECTIONS
 from looprun_models.variants import Drivers, Platform
 from looprun_models.verdicts import Verdict
 from tests.engines import Behaviour, make_engine
@@ -156,7 +158,7 @@ def test_install_says_what_it_fetches_proves_it_and_names_it(world: World) -> No
     assert "variant cpu: no GPU driver was found" in done.stderr
     assert f"b11434 ({program}) is installed: serves (drafts; " in done.stderr
     assert f"used now: b11434 ({program}), from ~/llamacpp-b11434" in done.stderr
-    assert "stays until: looprun engine rm b9800" in done.stderr
+    assert "stays until: looprun engine rm llamacpp-b9800\n" in done.stderr
     assert os.readlink(program.with_name("libllama.so")) == "libllama.so.0"
     assert stat.S_IMODE(program.stat().st_mode) == 0o755
     marker = json.loads((program.parent / MARKER).read_text())
@@ -205,6 +207,34 @@ def test_what_comes_before_it_is_told(world: World, monkeypatch: pytest.MonkeyPa
     assert f"({other}), from LLAMA_BIN, comes before it and is used: looprun engine list" in done.stderr
 
 
+def test_an_engine_that_is_not_used_because_of_a_variable_says_so(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.release()
+    monkeypatch.setenv("LLAMA_BIN", "/nope")
+    for _ in ("fetched", "there already"):
+        done = run("install", "--yes")
+        assert done.exit_code == 0, done.output
+        assert "LLAMA_BIN=/nope cannot be used: there is no such file.\n  next: point LLAMA_BIN at" in done.stderr
+        assert "or unset it" in done.stderr
+        assert "next: looprun engine install" not in done.stderr
+
+
+def test_servers_that_run_on_another_engine_are_named(world: World, profile: Callable[..., str]) -> None:
+    from looprun_models.registry import resolve_alias
+    from looprun_models.runtime import LlamaCppRuntime
+
+    world.standing(9800)
+    alias = profile("tiny-qwen35")
+    with LlamaCppRuntime().ensure_server(resolve_alias(alias)):
+        (server,) = list_servers(load_settings())
+        world.release()
+        done = run("install", "b11434", "--yes")
+        stop = f"looprun models stop {alias}, then serve it again"
+        assert f"{alias} still runs on b9800 (pid {server.child_pid}): {stop}\n" in done.stderr
+    assert "still runs" not in run("install", "b11434").stderr
+
+
 @pytest.mark.parametrize("word", ["b9779", "newest"])
 def test_a_build_that_cannot_be_used_is_exit_2_without_network(word: str, world: World) -> None:
     assert "looprun engine install latest" in failed(run("install", word, "--yes"), 2)
@@ -245,6 +275,26 @@ def test_a_file_that_is_gone(world: World) -> None:
     world.server.releases[0]["assets"][0]["browser_download_url"] = f"{world.server.index}/gone"
     told = failed(run("install", "b11434", "--yes"), 1)
     assert "was not given by the release host (HTTP 404)" in told
+
+
+@pytest.mark.parametrize("status", [403, 404, 410])
+def test_a_host_that_refuses_the_file_is_not_asked_again(status: int, world: World) -> None:
+    world.release()
+    world.server.faults = Faults(bytes_status=status)
+    told = failed(run("install", "b11434", "--yes"), 1)
+    assert f"was not given by the release host (HTTP {status})" in told
+    assert "next: name another build: looprun engine install bNNNN; or check LOOPRUN_ENGINE_INDEX" in told
+    assert len(world.server.fetched()) <= CONNECTIONS, "each connection once"
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_size_that_the_index_has_wrong_is_said_once(more: int, world: World) -> None:
+    size = len(world.release())
+    world.server.releases[0]["assets"][0]["size"] = size + more
+    told = failed(run("install", "b11434", "--yes"), 1)
+    assert f"the index says {size + more:,} bytes, and the host of the file has {size:,}." in told
+    assert "upstream" not in told
+    assert (world.found(), world.left()) == ([], [])
 
 
 def test_the_token_of_the_hub_goes_nowhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,6 +342,17 @@ def test_a_bad_archive_leaves_nothing(content: bytes, why: str, world: World) ->
     world.server.release(11434, {NAME.format(11434): content})
     assert why in failed(run("install", "b11434", "--yes"), 1)
     assert (world.found(), world.left(), world.downloads()) == (before, [], [])
+
+
+@pytest.mark.parametrize("inside", ["", "/x"])
+def test_an_archive_that_brings_our_mark_is_a_bad_one(inside: str, world: World) -> None:
+    folder = engine_files(world.scratch / "files", 11434)
+    (folder / MARKER).mkdir() if inside else (folder / MARKER).touch()
+    world.server.release(11434, {NAME.format(11434): archive(folder)})
+    told = failed(run("install", "b11434", "--yes"), 1)
+    assert f"was not installed: it brings a {MARKER}" in told
+    assert "another build" in told
+    assert (world.found(), world.left(), world.downloads()) == ([], [], [])
 
 
 def test_a_cut_archive_with_a_digest_of_its_own(world: World) -> None:
@@ -394,7 +455,7 @@ def test_a_broken_engine_of_ours_is_replaced(world: World) -> None:
     program.write_text("#!/bin/sh\nexit 1\n")
     done = run("install", "b11434", "--yes")
     assert done.exit_code == 0, done.output
-    assert f"{program.parent} is there and cannot be used (" in done.stderr
+    assert f"{program.parent} is no b11434 that serves (" in done.stderr
     assert "): it is replaced." in done.stderr
     assert world.found() == [f"b11434 ({program})"]
     assert world.left() == []
@@ -412,6 +473,34 @@ def test_a_broken_engine_of_somebody_else_is_moved_aside(world: World) -> None:
     assert f"what was in {own} is in {world.home}/was-llamacpp-b11434-2 now" in done.stderr
     assert (world.home / "was-llamacpp-b11434-2" / "notes").read_text() == "mine"
     assert len(world.found()) == 1
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_another_build_under_the_name_is_not_taken_for_it(mine: bool, world: World) -> None:
+    folder = engine_files(world.home / "llamacpp-b11434", 9780)
+    if not mine:
+        (folder / MARKER).touch()
+    world.release()
+    done = run("install", "b11434", "--yes")
+    assert done.exit_code == 0, done.output
+    fate = "moved aside" if mine else "replaced"
+    assert f"{folder} is no b11434 that serves (the engine in it says that it is b9780): it is {fate}." in done.stderr
+    assert world.found() == [f"b11434 ({folder}/llama-server)"]
+    assert world.left() == (["was-llamacpp-b11434"] if mine else [])
+
+
+@pytest.mark.parametrize(("link", "why"), [(True, "it is a link to nothing"), (False, "it is no folder")])
+def test_what_has_the_name_and_is_no_folder_is_moved_aside(link: bool, why: str, world: World) -> None:
+    place = world.home / "llamacpp-b11434"
+    if link:
+        place.symlink_to("nowhere")
+    else:
+        place.write_text("notes")
+    world.release()
+    done = run("install", "b11434", "--yes")
+    assert done.exit_code == 0, done.output
+    assert f"serves ({why}): it is moved aside." in done.stderr
+    assert world.left() == ["was-llamacpp-b11434"]
 
 
 def test_a_rename_that_fails_puts_the_old_one_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -718,30 +807,80 @@ def test_rm_of_the_last_one_says_how_to_get_another(world: World, monkeypatch: p
     world.standing(9800)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("looprun_models.search.importlib.util.find_spec", lambda name: None)
-    done = run("rm", "9800", "--yes")
+    done = run("rm", "llamacpp-b9800", "--yes")
     assert done.exit_code == 0, done.output
     assert "no engine can be used now\n  next: looprun engine install" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["b9800", "9800", "llamacpp-b9800"])
+def ours(folder: Path, build: int) -> Path:
+    """An engine in a folder as `install` leaves it."""
+    engine_files(folder, build)
+    (folder / MARKER).touch()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["b9800", "B9800", "9800", "llamacpp-b9800"])
 def test_the_names_of_an_engine(name: str, world: World) -> None:
-    folder = world.standing(9800).parent
+    folder = ours(world.home / "llamacpp-b9800", 9800)
     world.standing(9900)
     assert find_folder(name, load_settings()) == folder
-    assert "which looprun did not put there?" in run("rm", name).stderr
+    done = run("rm", name, "--yes")
+    assert (done.exit_code, done.stdout.split(",")[0]) == (0, f"{folder} removed"), done.output
 
 
-def test_a_folder_whose_name_tells_no_build_goes_by_its_program(world: World) -> None:
-    folder = engine_files(world.home / "llamacpp-mine", 11000)
-    assert find_folder("b11000", load_settings()) == folder
-    again = engine_files(world.home / "llamacpp-other", 11000)
-    assert f"b11000 is the build of {folder.name}, {again.name}." in failed(run("rm", "b11000", "--yes"), 2)
+@pytest.mark.parametrize("end", ["b9800", "9800", "b9800-mine"])
+@pytest.mark.parametrize("word", ["b9800", "9800"])
+def test_what_looprun_did_not_put_there_goes_by_its_whole_name_only(word: str, end: str, world: World) -> None:
+    folder = engine_files(world.home / f"llamacpp-{end}", 9800)
+    told = failed(run("rm", word, "--yes"), 2)
+    assert f"looprun did not put {folder} there" in told
+    assert f"next: looprun engine rm llamacpp-{end}\n" in told
+    assert folder.exists()
+    assert "which looprun did not put there?" in run("rm", folder.name).stderr
+    assert run("rm", folder.name, "--yes").exit_code == 0
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["llamacpp-src", "llamacpp-b9800x", "llamacpp-my-b9800", "llamacpp-b98001"])
+@pytest.mark.parametrize("word", ["b9800", "9800"])
+def test_a_build_never_means_a_folder_whose_name_does_not_say_it(word: str, name: str, world: World) -> None:
+    folder = ours(world.home / name, 9800)
+    (folder / ".git").mkdir()
+    assert "looprun engine list" in failed(run("rm", word, "--yes"), 4)
+    assert (folder / ".git").exists()
 
 
 def test_a_variant_is_named_by_its_folder(world: World) -> None:
-    plain, vulkan = (engine_files(world.home / f"llamacpp-b11000{end}", 11000) for end in ("", "-vulkan"))
+    plain, vulkan = (ours(world.home / f"llamacpp-b11000{end}", 11000) for end in ("", "-vulkan"))
     assert find_folder("b11000", load_settings()) == plain
-    assert find_folder("b11000-vulkan", load_settings()) == vulkan
+    assert find_folder("11000-vulkan", load_settings()) == vulkan
+    shutil.rmtree(plain)
+    assert find_folder("b11000", load_settings()) == vulkan
+
+
+def test_a_build_that_several_have_is_answered_with_a_command_that_can_be_typed(world: World) -> None:
+    for end in ("cuda", "vulkan"):
+        ours(world.home / f"llamacpp-b11000-{end}", 11000)
+    told = failed(run("rm", "b11000", "--yes"), 2)
+    assert "b11000 is the build of llamacpp-b11000-cuda, llamacpp-b11000-vulkan." in told
+    assert "next: looprun engine rm llamacpp-b11000-cuda   (or llamacpp-b11000-vulkan)\n" in told
+    assert len(world.found()) == 2
+
+
+def test_rm_of_what_another_rm_has_just_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ours(world.home / "llamacpp-b11000", 11000)
+    monkeypatch.setattr(installing, "check_unused", lambda *_: shutil.rmtree(folder))
+    told = failed(run("rm", "b11000", "--yes"), 4)
+    assert f"{folder} is gone already: something else removed it." in told
+    assert world.left() == []
+
+
+def test_rm_removes_what_an_install_has_left_without_an_engine(world: World) -> None:
+    folder = world.home / "llamacpp-b11000"
+    folder.mkdir()
+    (folder / MARKER).touch()
+    assert run("rm", "b11000", "--yes").exit_code == 0
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("name", ["b11111", "..", "../home", "*", "llama.cpp", ""])
@@ -761,15 +900,15 @@ def test_rm_leaves_a_folder_that_holds_no_engine(world: World) -> None:
 
 def test_rm_of_a_broken_engine(world: World) -> None:
     program = world.standing(9800, version_exit=1)
-    assert run("rm", "b9800", "--yes").exit_code == 0
+    assert run("rm", "llamacpp-b9800", "--yes").exit_code == 0
     assert not program.parent.exists()
 
 
 def test_rm_of_a_link_leaves_what_it_leads_to(world: World) -> None:
     real = engine_files(world.scratch / "elsewhere", 9800)
     (world.home / "llamacpp-b9800").symlink_to(real)
-    done = run("rm", "b9800", "--yes")
-    assert (done.exit_code, done.stdout) == (0, "0 B freed\n"), done.output
+    done = run("rm", "llamacpp-b9800", "--yes")
+    assert (done.exit_code, done.stdout) == (0, f"{world.home}/llamacpp-b9800 removed, 0 B freed\n"), done.output
     assert (real / "llama-server").exists()
     assert world.found() == []
 
@@ -794,7 +933,7 @@ def test_rm_refuses_while_a_server_runs_from_it(
     program = world.standing(9800)
     alias = profile("tiny-qwen35")
     with LlamaCppRuntime().ensure_server(resolve_alias(alias)):
-        told = failed(run("rm", "b9800", "--yes"), 1)
+        told = failed(run("rm", "llamacpp-b9800", "--yes"), 1)
         assert f"{program.parent} is in use: the server of {alias} (pid " in told
         assert f"next: looprun models stop {alias}" in told
         assert program.exists()
@@ -808,7 +947,7 @@ def test_a_kill_of_rm_leaves_no_half_engine(world: World) -> None:
         "from looprun_models.removal import find_folder, remove_engine\n"
         "from looprun_models.settings import load_settings\n"
         "def stop(*_, **__):\n    print('there', flush=True)\n    sys.stdin.read()\n"
-        "settings = load_settings()\nfolder = find_folder('b9900', settings)\n"
+        "settings = load_settings()\nfolder = find_folder('llamacpp-b9900', settings)\n"
         "shutil.rmtree = stop\nremove_engine(folder, settings)\n"
     )
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -817,7 +956,7 @@ def test_a_kill_of_rm_leaves_no_half_engine(world: World) -> None:
         child.kill()
     assert [each.split()[0] for each in world.found()] == ["b9800"]
     assert len(list(world.home.glob(f"{STAGING}*"))) == 1
-    assert run("rm", "b9800", "--yes").exit_code == 0
+    assert run("rm", "llamacpp-b9800", "--yes").exit_code == 0
     assert (world.found(), world.left()) == ([], [])
 
 

@@ -246,7 +246,13 @@ def test_another_c_library_than_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_words_for_a_build() -> None:
-    assert [parse_wanted(word) for word in ("latest", "b11434", "11434", "b9780")] == [None, 11434, 11434, 9780]
+    assert [parse_wanted(word) for word in ("latest", "LATEST", "b11434", "11434", "B9780")] == [
+        None,
+        None,
+        11434,
+        11434,
+        9780,
+    ]
 
 
 @pytest.mark.parametrize("word", ["", "newest", "v0.6.0", "b", "b11434 ", "b-1", "b٣٣٣٣٣", "../b11434"])
@@ -319,11 +325,40 @@ def test_a_build_without_the_file_names_what_there_is(server: ReleaseServer, set
     assert caught.value.hint == "looprun engine install b11440"
 
 
-def test_a_half_uploaded_build_has_nothing(server: ReleaseServer, settings: Settings) -> None:
-    server.release(11434, {UBUNTU.format(11434): b"x"}, size=0)
-    with pytest.raises(EngineMissing, match=r"it has none for it \(of 0 files in all\)\.") as caught:
+@pytest.mark.parametrize("changed", [{"size": 0}, {"state": "starter"}, None])
+def test_a_build_that_is_half_uploaded_says_so_and_where_to_go(
+    changed: dict[str, Any] | None, server: ReleaseServer, settings: Settings
+) -> None:
+    server.release(11434, {} if changed is None else {UBUNTU.format(11434): b"x"}, **changed or {})
+    with pytest.raises(EngineMissing, match="for linux x64: it is still being uploaded") as caught:
         find_build(11434, LINUX, "cpu", settings)
-    assert caught.value.hint == "looprun engine install latest"
+    assert caught.value.hint == "try again in some minutes: looprun engine install b11434"
+    with pytest.raises(EngineMissing, match="for linux x64, and b11434 is still being uploaded") as caught:
+        find_latest(LINUX, "cpu", settings, print)
+    assert caught.value.hint.startswith("try again in some minutes, or name an older one: looprun engine install bNNNN")
+    server.release(11430, {UBUNTU.format(11430): b"x"})
+    with pytest.raises(EngineMissing, match=r"being uploaded\. Nearest with one: b11430 \(older\)") as caught:
+        find_build(11434, LINUX, "cpu", settings)
+    assert caught.value.hint == "looprun engine install b11430"
+
+
+def test_a_build_that_nobody_has_for_the_machine_is_not_answered_with_latest(
+    server: ReleaseServer, settings: Settings
+) -> None:
+    server.release(11434, {UBUNTU.format(11434): b"x"})
+    with pytest.raises(EngineMissing, match="it has cpu for it") as caught:
+        find_build(11434, LINUX, "vulkan", settings)
+    assert caught.value.hint == "looprun engine install b11434 --variant cpu"
+    server.release(11436, {"llama-b11436-bin-macos-arm64.tar.gz": b"x"})
+    with pytest.raises(EngineMissing, match=r"it has none for it \(of 1 files in all\)") as caught:
+        find_build(11436, LINUX, "vulkan", settings)
+    assert "looprun engine install bNNNN" in caught.value.hint
+
+
+def test_an_index_without_builds(server: ReleaseServer, settings: Settings) -> None:
+    with pytest.raises(EngineMissing, match=r"http://127\.0\.0\.1.* lists no build of llama\.cpp\.") as caught:
+        find_latest(LINUX, "cpu", settings, print)
+    assert "check LOOPRUN_ENGINE_INDEX" in caught.value.hint
 
 
 def test_an_unknown_tag(server: ReleaseServer, settings: Settings) -> None:
@@ -348,6 +383,48 @@ def test_the_rate_limit_says_until_when(status: int, server: ReleaseServer, sett
     with pytest.raises(DownloadFailed, match=r"no more questions .* until \d\d:\d\d \(in 2[45] min\)") as caught:
         find_build(11434, LINUX, "cpu", settings)
     assert "try again then, or set LOOPRUN_ENGINE_INDEX to a mirror" in caught.value.hint
+
+
+@pytest.mark.parametrize("reset", ["9" * 17, "9" * 400, "soon", "-1", ""])
+@pytest.mark.parametrize("name", ["x-ratelimit-reset", "retry-after"])
+def test_a_rate_limit_that_ends_at_no_time(name: str, reset: str, server: ReleaseServer, settings: Settings) -> None:
+    server.answer = (403, {"x-ratelimit-remaining": "0", name: reset}, b"{}")
+    with pytest.raises(DownloadFailed, match="no more questions from this network address for now: ") as caught:
+        find_build(11434, LINUX, "cpu", settings)
+    assert "try again in an hour, or set LOOPRUN_ENGINE_INDEX" in caught.value.hint
+
+
+@pytest.mark.parametrize("where", ["http://127.0.0.1/{}/login", "ftp://elsewhere/", None])
+def test_a_redirect_that_leads_nowhere_is_named(where: str | None, server: ReleaseServer, settings: Settings) -> None:
+    to = where and where.replace("/{}", f":{server.port}")
+    server.answer = (302, {"Location": to} if to else {}, b"")
+    with pytest.raises(DownloadFailed, match=r"cannot be followed \(HTTP 302\)") as caught:
+        find_build(11434, LINUX, "cpu", settings)
+    assert f"leads to {to or 'nowhere'}, which" in caught.value.message
+    assert "check LOOPRUN_ENGINE_INDEX" in caught.value.hint
+
+
+ODD_ADDRESSES = [
+    "http://[::1",
+    "http://[:::]/x",
+    "http://127.0.0.1:99999/x",
+    "http://127.0.0.1/x y",
+    "http:///x",
+    "//x",
+]
+
+
+@pytest.mark.parametrize("address", ODD_ADDRESSES)
+def test_a_file_whose_address_is_none(address: str, server: ReleaseServer, settings: Settings) -> None:
+    server.release(11434, {UBUNTU.format(11434): b"x"}, browser_download_url=address)
+    with pytest.raises(DownloadFailed, match="a file in it has no name, size or address"):
+        find_build(11434, LINUX, "cpu", settings)
+
+
+@pytest.mark.parametrize("address", ["https://x.example/a/b?token=a%20b&x=1", "http://[::1]:8080/x+y", "http://x?y"])
+def test_a_file_whose_address_is_unusual(address: str, server: ReleaseServer, settings: Settings) -> None:
+    server.release(11434, {UBUNTU.format(11434): b"x"}, browser_download_url=address)
+    assert find_build(11434, LINUX, "cpu", settings)[1][0].url == address
 
 
 @pytest.mark.parametrize("extra", [{"retry-after": "120"}, {"x-ratelimit-remaining": "0", "x-ratelimit-reset": "soon"}])
@@ -402,7 +479,9 @@ def test_a_list_that_is_none(server: ReleaseServer, settings: Settings) -> None:
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOOPRUN_ENGINE_INDEX", "http://127.0.0.1:9/x")
-    with pytest.raises(DownloadFailed, match=r"the release index at 127.0.0.1:9 was not reached: .*refused") as caught:
+    with pytest.raises(
+        DownloadFailed, match=r"the release index at 127.0.0.1:9 was not reached: Connection refused\.\n"
+    ) as caught:
         find_latest(LINUX, "cpu", load_settings(), print)
     assert "check the network, the proxy variables and LOOPRUN_ENGINE_INDEX" in caught.value.hint
 
@@ -419,7 +498,7 @@ def test_a_proxy_is_used_as_for_weights(
     assert server.requests[0].path == "http://no.such.host.invalid/repos/ggml-org/llama.cpp/releases/tags/b11434"
 
 
-@pytest.mark.parametrize("index", ["ftp://x/", "x.example", "http://", "https://me:secret@x/y"])
+@pytest.mark.parametrize("index", ["ftp://x/", "x.example", "http://", "http://[:::]/", "https://me:secret@x/y"])
 def test_an_index_that_is_no_address(index: str) -> None:
     settings = load_settings({"HOME": "/x", "LOOPRUN_ENGINE_INDEX": index})
     with pytest.raises(BadSetting, match="LOOPRUN_ENGINE_INDEX") as caught:
