@@ -15,7 +15,8 @@ from looprun_models.errors import Declined, LooprunError, UsageError
 from looprun_models.registry import resolve_alias
 from looprun_models.settings import Settings, load_settings
 from looprun_models.trunkentry import Entry
-from looprun_models.trunkstore import TrunkStore
+from looprun_models.trunkmisses import Misses
+from looprun_models.trunkstore import TrunkStore, line_of
 
 from .options import Agreed, Json, Timeout
 from .output import agree, harmless, note, progress_shown, say, say_json, size, table
@@ -94,7 +95,7 @@ def bake(
             say(f"{told}, {size(trunk.bytes)}")
             if trunk.note:
                 note(f"note: {trunk.note}")
-            _note_other_label(model, label)
+            _note_other_label(model, trunk.key, label)
     note_stay(model, settings)
     if not trunk.bytes:
         why = trunk.note or "not saved: the server has it in memory, from before"
@@ -129,6 +130,7 @@ def clean(
     """Remove trunks that nothing uses any more, after asking.
 
     Those that a newer one has replaced, what killed programs left, and those whose engine or weights are not here now.
+    Where restoring did not help, it is tried again from now on.
     """
     from looprun_models.obsolete import find_obsolete, leftover_bytes
 
@@ -144,11 +146,13 @@ def clean(
     parts += [f"what interrupted saves left ({size(left)})"] if left else []
     if not parts:
         note(f"nothing to clean in {store.folder}{_unreadable(store)}.")
+        _forget_misses(settings)
         return
     if not agree(f"Remove {' and '.join(parts)}?", yes=yes):
         raise Declined("nothing was removed.", hint=f"looprun trunks clean{' --all' if everything else ''} --yes")
     freed = _drop(store, entries)
     say(f"{size(freed + store.sweep())} freed")
+    _forget_misses(settings)
 
 
 def _store(settings: Settings) -> TrunkStore:
@@ -172,16 +176,16 @@ def _find(store: TrunkStore, label: str, alias: str | None, settings: Settings) 
     if not found:
         of = f" of {alias}" if alias else ""
         hint = f"looprun trunks list   (or make it: {BAKE})"
+        if among:
+            hint += "; a prompt that was saved before keeps its first label"
         raise UsageError(f"there is no trunk {_name(label)}{of} in {store.folder}{_unreadable(store)}.", hint=hint)
     return sorted(found, key=lambda entry: (entry.meta.alias, -entry.created))
 
 
 def _newest(entries: Iterable[Entry]) -> set[str]:
-    """The keys of those that no later one with the same label stands before."""
-    newest: dict[tuple[str, str], Entry] = {}
-    for entry in sorted(entries, key=lambda entry: entry.created):
-        newest[entry.meta.alias, entry.meta.label] = entry
-    return {entry.key for entry in newest.values()}
+    """The keys of those that no later one of their line stands before."""
+    newest = {line_of(entry): entry.key for entry in sorted(entries, key=lambda entry: entry.created)}
+    return set(newest.values())
 
 
 def _drop(store: TrunkStore, entries: Sequence[Entry]) -> int:
@@ -193,11 +197,18 @@ def _drop(store: TrunkStore, entries: Sequence[Entry]) -> int:
     return freed
 
 
-def _note_other_label(model: Any, label: str) -> None:
+def _note_other_label(model: Any, key: str, label: str) -> None:
     """The label is only a name: what was saved under one is found under another too."""
-    record = model.server.record
-    if record.slot_dir and not TrunkStore(Path(record.slot_dir)).find_label(record.alias, label):
-        note("this very prompt was saved before, under another label: looprun trunks list")
+    entry = TrunkStore(Path(model.server.record.slot_dir or "")).find(key)
+    if entry and entry.meta.label != label:
+        first = shlex.quote(_name(entry.meta.label))
+        note(f"this very prompt was saved before under another label, and keeps it: looprun trunks show {first}")
+
+
+def _forget_misses(settings: Settings) -> None:
+    for engine, architecture in Misses(settings.cache_dir).forget():
+        where = harmless(f"{engine.rpartition(':')[0] or engine}, {architecture or 'a model of no known kind'}")
+        note(f"forgotten: that restoring trunks did not help ({where}); it is tried again")
 
 
 def _warn(store: TrunkStore, settings: Settings) -> None:

@@ -17,7 +17,7 @@ import openai
 from openai.resources.chat import Chat as _Chat  # noqa: F401 (loaded now: the first `.chat` would otherwise pay for it)
 
 from looprun_models.errors import ContextOverflow, LooprunError, ServerUnavailable, UsageError
-from looprun_models.prefix import Prefix
+from looprun_models.prefix import Prefix, check_label
 from looprun_models.progress import OnProgress, Progress
 from looprun_models.registry import LocalModelSpec, resolve_alias
 from looprun_models.request import Options
@@ -138,6 +138,11 @@ class _Local:
             )
         return standard
 
+    def _check_server(self) -> None:
+        """After its server's end, its port may be another's, with another model."""
+        if getattr(self.server, "why_gone", None) and self.server.why_gone(0):  # type: ignore[attr-defined]
+            raise self._gone(_http.Request("POST", self.server.base_url))
+
     def _gone(self, request: Any) -> ServerGoneError:
         """Waits up to REASON_TIMEOUT for the reason."""
         ask = getattr(self.server, "why_gone", None)
@@ -174,10 +179,13 @@ class LocalModel(_Local, openai.OpenAI):
         label: any text; only a name. messages: what every chat of the agent begins with. template_args: arguments of
         the chat template, the profile's by default. Raises TrunkRefused when chats that begin so share no prefix.
         """
+        check_label(label)
         keeper = self._keeper()
         prefix = self._prefix(keeper, messages, tools, template_args)
         try:
-            return Trunk(self, keeper, label, prefix, keeper.bring(prefix, label, save=True))
+            with keeper.turn() as may_restore:
+                ready = keeper.bring(prefix, label, save=True, may_restore=may_restore)
+            return Trunk(self, keeper, label, prefix, ready)
         except SlotRefused as refused:
             raise self._refused(refused) from refused
 
@@ -188,6 +196,7 @@ class LocalModel(_Local, openai.OpenAI):
             self.server.__exit__(None, None, None)
 
     def request(self, *args: Any, **options: Any) -> Any:
+        self._check_server()
         try:
             answer = super().request(*args, **options)
         except openai.APITimeoutError:
@@ -233,10 +242,13 @@ class AsyncLocalModel(_Local, openai.AsyncOpenAI):
         """As `LocalModel.trunk`; the loop is not blocked meanwhile."""
 
         def make() -> AsyncTrunk:
+            check_label(label)
             keeper = self._keeper()
             prefix = self._prefix(keeper, messages, tools, template_args)
             try:
-                return AsyncTrunk(self, keeper, label, prefix, keeper.bring(prefix, label, save=True))
+                with keeper.turn() as may_restore:
+                    ready = keeper.bring(prefix, label, save=True, may_restore=may_restore)
+                return AsyncTrunk(self, keeper, label, prefix, ready)
             except SlotRefused as refused:
                 raise self._refused(refused) from refused
 
@@ -249,6 +261,7 @@ class AsyncLocalModel(_Local, openai.AsyncOpenAI):
             self.server.__exit__(None, None, None)
 
     async def request(self, *args: Any, **options: Any) -> Any:
+        self._check_server()
         try:
             answer = await super().request(*args, **options)
         except openai.APITimeoutError:

@@ -73,6 +73,7 @@ class LaunchPlan:
     notes: tuple[str, ...]
     slots: SlotFolder
     architecture: str
+    weights: str
     state_sizes: Mapping[str, int]
 
     @property
@@ -117,6 +118,7 @@ class LaunchPlan:
             "summary": summarise(self),
             "notes": list(self.notes),
             "architecture": self.architecture,
+            "weights": self.weights,
             "slot_dir": str(self.slots.path) if self.slots.path else None,
             "slot_note": self.slots.why,
             "state_flags": shlex.join(self._state_words()),
@@ -193,6 +195,7 @@ def plan_launch(
         notes=tuple(_notes(spec, settings, engine, machine, devices, fit, dropped, slots)),
         slots=slots,
         architecture=header.architecture if header else "",
+        weights=request.weights,
         state_sizes=_state_sizes(header, sizing, fit),
     )
 

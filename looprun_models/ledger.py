@@ -21,8 +21,8 @@ from looprun_models.settings import Settings, private_dir
 from looprun_models.system import try_lock
 from looprun_models.wire import Record
 
-LOCK_PATIENCE = 3600.0
-"""Seconds; whoever holds the lock is reading a prompt, which on a slow machine takes minutes."""
+LOCK_PATIENCE = 60.0
+"""Seconds; whoever holds it may be reading a prompt, which on a slow machine takes half of that."""
 LOOK = 0.003
 
 
@@ -121,28 +121,32 @@ def open_ledger(record: Record, settings: Settings) -> Iterator[Ledger]:
 
 
 @contextlib.contextmanager
-def alone(record: Record, settings: Settings) -> Iterator[None]:
-    """Nobody else of us reads, saves or restores a trunk on this server until the block ends."""
+def alone(record: Record, settings: Settings, what: str = "lock") -> Iterator[bool]:
+    """Nobody else of us does the same to this server until the block ends; False when that could not be had in time.
+
+    what: "lock" to read, save or restore a trunk; "turn" for that and a chat, where the two must not mix.
+    """
     try:
         folder = private_dir(settings.state_dir / "ledgers", "LOOPRUN_STATE_DIR")
-        file = (folder / f"{record.port}.lock").open("a+b")
+        file = (folder / f"{record.port}.{what}").open("a+b")
     except (OSError, FolderUnwritable):
-        yield
+        yield False
         return
     with file, _not_inherited(file.fileno()):
-        _lock(file.fileno())
-        yield
+        yield _lock(file.fileno())
 
 
-def _lock(handle: int) -> None:
+def _lock(handle: int) -> bool:
+    """Whoever holds it may be stopped: after a while one goes on without, and nothing relies on it but speed."""
     deadline = time.monotonic() + LOCK_PATIENCE
     while time.monotonic() < deadline:
         try:
             if try_lock(handle):
-                return
+                return True
         except OSError:  # a file system without locks
-            return
+            return False
         time.sleep(LOOK)
+    return False
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from looprun_models.errors import TrunkRefused
+from looprun_models.errors import TrunkRefused, UsageError
 from looprun_models.slot import Message, Slot, SlotRefused, plain
 
 PROBES = ("A", "\n")
@@ -25,6 +25,12 @@ MARGIN = 2
 """Tokens that are given up where there is none: more than a word that was not tried could melt with."""
 TAIL = 60
 """Characters of a text that are shown where two part."""
+SHOULD_BE = {
+    "messages": 'an object with "role" and "content"',
+    "tools": 'an object {"type": "function", "function": {...}}',
+}
+JOINS = ("", "\n")
+"""What templates put between the text parts of a message."""
 SHAPES_THE_PROMPT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort")
 
 
@@ -44,7 +50,10 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Where a chat parts from the trunk that it named. character: in the text of that message (or tool)."""
+    """Where a chat parts from the trunk that it named.
+
+    character: in the text of that message, its text parts joined; of a tool, or of another field, in its JSON.
+    """
 
     what: str
     character: int
@@ -60,9 +69,11 @@ def find_prefix(
 ) -> Prefix:
     """The tokens that every chat which begins with these messages and tools begins with.
 
-    Raises TrunkRefused when there are none, or when part of the messages comes after the user's first words.
+    Raises TrunkRefused when there are none, or when part of the messages comes after the user's first words; UsageError
+    for what are no messages or tools.
     """
-    fixed, offered, args = plain(messages), plain(tools or ()), plain(template_args)
+    fixed, offered = listed("messages", messages), listed("tools", tools or ())
+    args = plain(template_args)
     if not fixed:
         raise TrunkRefused("a trunk needs at least one message.", hint='messages=[{"role": "system", "content": ...}]')
     try:
@@ -72,7 +83,7 @@ def find_prefix(
     except SlotRefused as error:
         if error.status in (400, 500):
             raise TrunkRefused(
-                f"the model's template does not take these messages followed by a user turn: {error.why}",
+                f"the model's template does not take these messages followed by a user turn: {_reason(error.why)}",
                 hint="end a trunk with a system or an assistant message; give each message a role and a content",
             ) from error
         raise
@@ -101,15 +112,49 @@ def find_drift(slot: Slot, prefix: Prefix, chat: Mapping[str, Any]) -> Drift | N
 
 
 def find_changed(prefix: Prefix, messages: Sequence[Message], tools: Sequence[Any]) -> Drift | None:
-    """The first message or tool that is not the trunk's; None when all of those are there."""
+    """The first message or tool that is not the trunk's; None when all of those are there.
+
+    A message with the same text in other parts is named only where no other differs: a template may write it alike.
+    """
     for number, (wanted, tool) in enumerate(itertools.zip_longest(prefix.tools, tools)):
         if _text(wanted) != _text(tool):
-            return _difference(f"tool {number}{_name_of(tool or wanted)}", wanted, tool)
+            how = " is missing and" if tool is None else " is new and" if wanted is None else ""
+            return _difference(f"tool {number}{_name_of(tool or wanted)}{how}", _text(wanted), _text(tool))
+    parted = None
     for number, expected in enumerate(prefix.messages):
-        found = messages[number] if number < len(messages) else None
-        if not found or _said(expected) != _said(found):
-            return _difference(f"message {number} ({expected.get('role')})", expected, found)
-    return None
+        what = f"message {number} ({expected.get('role')})"
+        found = _said(messages[number]) if number < len(messages) else None
+        if not found:
+            return _difference(f"{what} is missing and", _texts(expected)[0], "")
+        changed = _change(what, _said(expected), found)
+        if changed:
+            return changed
+        if {*_texts(expected)} != {*_texts(found)} and not parted:
+            parted = _difference(f"{what}: its parts", _text(expected.get("content")), _text(found.get("content")))
+    return parted
+
+
+def listed(name: str, given: Any) -> list[Any]:
+    """Messages or tools as they go over the wire, and a copy: an iterator is used up, so what it gave is kept.
+
+    Raises UsageError for anything else than a list of objects. name: of the argument.
+    """
+    told = plain(given)
+    hint = f"give {name}= a list; each of it: {SHOULD_BE[name]}"
+    if not isinstance(told, list):
+        raise UsageError(f"{name}: expected a list, found {_shown(told)}.", hint=hint)
+    for number, each in enumerate(told):
+        if not isinstance(each, Mapping):
+            raise UsageError(f"{name}[{number}]: expected {SHOULD_BE[name]}, found {_shown(each)}.", hint=hint)
+    return told
+
+
+def check_label(label: object) -> None:
+    """Raises UsageError for what is no text."""
+    if not isinstance(label, str):
+        raise UsageError(
+            f"label: expected a text, found {_shown(label)}.", hint='model.trunk("scheduler", messages=[...])'
+        )
 
 
 def _chats(
@@ -169,22 +214,41 @@ def _parting(texts: Sequence[str]) -> str:
     return f"renderings part at character {at}, after {texts[0][max(0, at - TAIL) : at]!r}: {first!r} and {second!r}"
 
 
-def _difference(what: str, expected: Any, found: Any) -> Drift:
-    if found is None:
-        return Drift(f"{what} is missing and", 0, _text(expected)[:TAIL], "")
-    if expected is None:
-        return Drift(f"{what} is new and", 0, "", _text(found)[:TAIL])
-    if isinstance(expected, Mapping) and isinstance(found, Mapping) and expected.get("role") != found.get("role"):
+def _difference(what: str, expected: str, found: str) -> Drift:
+    """what: the thing, before "differs"."""
+    at = common_length((expected, found))
+    return Drift(what, at, expected[at : at + TAIL], found[at : at + TAIL])
+
+
+def _change(what: str, expected: Message, found: Message) -> Drift | None:
+    """How two messages differ, but for how their text is parted."""
+    if expected.get("role") != found.get("role"):
         return Drift(f"{what}: its role", 0, str(expected.get("role")), str(found.get("role")))
-    left, right = _content(expected), _content(found)
-    if not isinstance(left, str) or not isinstance(right, str) or left == right:
-        left, right = _text(expected), _text(found)
-    at = common_length((left, right))
-    return Drift(what, at, left[at : at + TAIL], right[at : at + TAIL])
+    lefts, rights = _texts(expected), _texts(found)
+    alike = len(lefts) == len(rights)  # parts beside parts, or texts: any way of joining does to compare
+    pairs = [(lefts[0], rights[0])] if alike else list(itertools.product(lefts, rights))
+    if all(left != right for left, right in pairs):
+        return _difference(what, *max(pairs, key=common_length))
+    for name in sorted((expected.keys() | found.keys()) - {"content"}):
+        if expected.get(name) != found.get(name):
+            given = (message.get(name) for message in (expected, found))
+            left, right = (value if isinstance(value, str) else _text(value, sort_keys=True) for value in given)
+            return _difference(f"{what}: its {name}", left, right)
+    return None
 
 
-def _content(value: Any) -> Any:
-    return value.get("content") if isinstance(value, Mapping) else None
+def _texts(message: Message) -> list[str]:
+    """What a template may make of its content: parts are joined in one way or another."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    if not isinstance(content, list) or not all(_is_text(part) for part in content):
+        return [_text(content, sort_keys=True)]
+    return list(dict.fromkeys(join.join(part["text"] for part in content) for join in JOINS))
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _name_of(tool: Any) -> str:
@@ -196,6 +260,19 @@ def _said(message: Message) -> dict[str, Any]:
     return {name: value for name, value in message.items() if value is not None}
 
 
-def _text(value: Any) -> str:
-    """In the order in which it was given: a template writes tools as they come."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+def _text(value: Any, *, sort_keys: bool = False) -> str:
+    """By default in the order in which it was given: a template writes tools as they come."""
+    return "" if value is None else json.dumps(value, ensure_ascii=False, default=str, sort_keys=sort_keys)
+
+
+def _reason(said: str) -> str:
+    """What a template, or the engine, complains of, without where in the template that stands."""
+    lines = [line.strip() for line in said.splitlines() if line.strip(" -\t")] or [said]
+    errors = [line.removeprefix("Error: ").removeprefix("Jinja Exception: ") for line in lines if "Error: " in line[:7]]
+    return errors[-1] if errors else lines[0]
+
+
+def _shown(value: Any) -> str:
+    """For people: what it is instead."""
+    told = repr(value)
+    return f"{told[:TAIL]}..." if len(told) > TAIL else told

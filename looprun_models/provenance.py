@@ -9,6 +9,7 @@ from pathlib import Path
 
 from looprun_models.receipts import kept_receipt_path, read_receipt
 from looprun_models.settings import Settings
+from looprun_models.weights import OK, Weights
 from looprun_models.wire import Record
 
 SAMPLES, SAMPLE = 64, 4096
@@ -23,7 +24,7 @@ def why_unsaved(record: Record, settings: Settings) -> str:
         return record.slot_note or "the server was started by an older looprun"
     if settings.trunk_budget == 0:
         return "LOOPRUN_TRUNK_BUDGET is 0: nothing is kept"
-    if os.stat(record.model_path).st_mtime > record.started:
+    if Weights(Path(record.model_path), "", OK).identity != record.weights:
         return f"{record.model_path} was changed since the server was started"
     return ""
 

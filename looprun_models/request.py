@@ -108,13 +108,15 @@ class Value:
 class Request:
     """The recipe's values before the machine is looked at: what makes two servers the same.
 
-    extra: engine flags passed through as they are; the first ones are the profile's, `profile_extra` many.
+    extra: engine flags passed through as they are; the first ones are the profile's, `profile_extra` many. weights:
+    what tells these files from others at their place.
     """
 
     values: Mapping[str, Value]
     extra: tuple[str, ...]
     profile_extra: int = 0
     fingerprint: str = ""
+    weights: str = ""
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value
@@ -162,7 +164,7 @@ def read_request(
     same |= {"extra": extra, "engine": engine_identity, "weights": weights_identity, "id": spec.served_id}
     same |= {"slots": str(slot_dir), "as_quoted": options.as_quoted, "ncp": spec.parallel}
     digest = hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()
-    return Request(values, extra, len(profile_extra), digest[:12])
+    return Request(values, extra, len(profile_extra), digest[:12], weights_identity)
 
 
 def split_engine_flags(flags: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:

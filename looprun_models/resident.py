@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -10,9 +11,9 @@ from typing import Any
 
 import openai
 
-from looprun_models.prefix import Prefix
+from looprun_models.prefix import Prefix, listed
 from looprun_models.reply import Warmth, counted, remember
-from looprun_models.slot import SlotRefused, plain
+from looprun_models.slot import SlotRefused
 from looprun_models.trunks import RESTORED, WARM, Keeper, Readiness
 
 NOT_GIVEN = (openai.NotGiven, *filter(None, [getattr(openai, "Omit", None)]))
@@ -29,11 +30,17 @@ class _Trunk:
         self.label, self._keeper, self._prefix = label, keeper, prefix
         self._cold_seconds: float | None = None
         self._unproved: Readiness | None = None
+        self._save_later = False
         self._take(ready)
 
     @property
     def tokens(self) -> int:
         return len(self._prefix.tokens)
+
+    @property
+    def key(self) -> str:
+        """What its files are named after: a sha256 in hex over all that must match."""
+        return self._keeper.key(self._prefix)
 
     def __repr__(self) -> str:
         return f"<trunk {self.label!r}: {self.state}, {self.tokens} tokens, {self.seconds:.2f} s>"
@@ -41,13 +48,14 @@ class _Trunk:
     def _take(self, ready: Readiness) -> None:
         if ready.state == RESTORED:
             self._unproved = ready
+        self._save_later = ready.displaced
         self.state, self.seconds, self.bytes, self.note = ready.state, ready.seconds, ready.size, ready.note
         self._cold_seconds = ready.read_seconds if ready.read_seconds is not None else self._cold_seconds
 
-    def _prepare(self) -> Readiness:
+    def _prepare(self, may_restore: bool) -> Readiness:
         """Nothing fails here: when the server is gone, or busy loading, the call itself says it best."""
         try:
-            ready = self._keeper.bring(self._prefix, self.label)
+            ready = self._keeper.bring(self._prefix, self.label, save=self._save_later, may_restore=may_restore)
         except SlotRefused as refused:
             return Readiness("", 0.0, note=f"the trunk was not made resident: {refused.why}")
         self._take(ready)
@@ -57,12 +65,12 @@ class _Trunk:
         return replace(ready, state=RESTORED, mark=restored.mark)  # this call's reply is the first after it
 
     def _request(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The call's arguments, trunk in front."""
-        given, trunk = list(options.pop("messages", ())), self._prefix
-        begins = plain(given[: len(trunk.messages)])
+        """The call's arguments, trunk in front. Raises UsageError for what are no messages or tools."""
+        given, trunk = listed("messages", options.pop("messages", ())), self._prefix
+        begins = given[: len(trunk.messages)]
         whole = begins == list(trunk.messages) or (begins[:1] and begins[0].get("role") in FULL_CHAT_BEGINS)
         tools = options.pop("tools", None)
-        tools = list(trunk.tools) if tools is None or isinstance(tools, NOT_GIVEN) else list(tools)
+        tools = list(trunk.tools) if tools is None or isinstance(tools, NOT_GIVEN) else listed("tools", tools)
         body = dict(options.pop("extra_body", None) or {})
         body["chat_template_kwargs"] = {**trunk.template_args, **(body.get("chat_template_kwargs") or {})}
         options.update(messages=given if whole else [*trunk.messages, *given], extra_body=body)
@@ -101,24 +109,32 @@ class Trunk(_Trunk):
         Restores the trunk when this server has not seen it or has lost it. `warmth(reply)` says what was reused.
         """
         began = time.monotonic()
-        ready = self._prepare()
         options = self._request({"model": self._served_id, **options})
-        reply = self._model.chat.completions.create(**options)
-        if options.get("stream"):
-            reply._iterator = self._watched(reply, reply._iterator, ready, options, began)
-        else:
-            self._finish(reply, counted(reply), ready, options, None)
+        with contextlib.ExitStack() as turn:
+            ready = self._prepare(turn.enter_context(self._keeper.turn()))
+            reply = self._model.chat.completions.create(**options)
+            if options.get("stream"):
+                reply._iterator = self._watched(reply, reply._iterator, ready, options, began, turn.pop_all())
+                return reply
+        self._finish(reply, counted(reply), ready, options, None)
         return reply
 
     def _watched(
-        self, stream: Any, chunks: Iterator[Any], ready: Readiness, chat: dict[str, Any], began: float
+        self,
+        stream: Any,
+        chunks: Iterator[Any],
+        ready: Readiness,
+        chat: dict[str, Any],
+        began: float,
+        turn: contextlib.ExitStack,
     ) -> Iterator[Any]:
         first: float | None = None
         found: Warmth | None = None
-        for chunk in chunks:
-            first = first if first is not None or not _speaks(chunk) else time.monotonic() - began
-            found = counted(chunk) or found
-            yield chunk
+        with turn:
+            for chunk in chunks:
+                first = first if first is not None or not _speaks(chunk) else time.monotonic() - began
+                found = counted(chunk) or found
+                yield chunk
         self._finish(stream, found, ready, chat, first)
 
 
@@ -132,24 +148,33 @@ class AsyncTrunk(_Trunk):
     async def create(self, **options: Any) -> Any:
         """As `Trunk.create`."""
         began = time.monotonic()
-        ready = await asyncio.to_thread(self._prepare)
         options = self._request({"model": self._served_id, **options})
-        reply = await self._model.chat.completions.create(**options)
-        if options.get("stream"):
-            reply._iterator = self._watched(reply, reply._iterator, ready, options, began)
-        else:
-            await asyncio.to_thread(self._finish, reply, counted(reply), ready, options, None)
+        with contextlib.ExitStack() as turn:
+            may_restore = await asyncio.to_thread(turn.enter_context, self._keeper.turn())
+            ready = await asyncio.to_thread(self._prepare, may_restore)
+            reply = await self._model.chat.completions.create(**options)
+            if options.get("stream"):
+                reply._iterator = self._watched(reply, reply._iterator, ready, options, began, turn.pop_all())
+                return reply
+        await asyncio.to_thread(self._finish, reply, counted(reply), ready, options, None)
         return reply
 
     async def _watched(
-        self, stream: Any, chunks: AsyncIterator[Any], ready: Readiness, chat: dict[str, Any], began: float
+        self,
+        stream: Any,
+        chunks: AsyncIterator[Any],
+        ready: Readiness,
+        chat: dict[str, Any],
+        began: float,
+        turn: contextlib.ExitStack,
     ) -> AsyncIterator[Any]:
         first: float | None = None
         found: Warmth | None = None
-        async for chunk in chunks:
-            first = first if first is not None or not _speaks(chunk) else time.monotonic() - began
-            found = counted(chunk) or found
-            yield chunk
+        with turn:
+            async for chunk in chunks:
+                first = first if first is not None or not _speaks(chunk) else time.monotonic() - began
+                found = counted(chunk) or found
+                yield chunk
         await asyncio.to_thread(self._finish, stream, found, ready, chat, first)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from looprun_models.records import child_ended
 from looprun_models.trunkfiles import open_regular
 from looprun_models.wire import Record, get_text, post_json
 
@@ -86,12 +87,11 @@ class Slot:
         )
 
     def park(self) -> None:
-        """Have the engine put the slot's state into its RAM cache, which a restore does not do, and empty the slot.
+        """Have the engine put the slot's state into its RAM cache, which a restore does not do.
 
-        It does so for a prompt that has little in common with what the slot holds; that prompt is not worth keeping.
+        It does so for a prompt that has little in common with what the slot holds, which is then in the slot instead.
         """
         self.read([1])
-        self.erase()
 
     def erase(self) -> None:
         """Empty the slot, without keeping what was in it."""
@@ -119,15 +119,21 @@ class Slot:
         counted = re.search(r"^llamacpp:prompt_tokens_total (\d+)", self._ask("/metrics"), re.MULTILINE)
         return int(counted[1]) if counted else None
 
+    def _living(self) -> Record:
+        """After its server's end, the port may be another's: its slot is not for our trunks."""
+        if child_ended(self.record):
+            raise SlotRefused("the server has ended")
+        return self.record
+
     def _ask(self, path: str) -> str:
-        record = self.record
+        record = self._living()
         try:
             return get_text(record.host, record.port, path, record.api_key, PATIENT)[1]
         except (OSError, ValueError) as error:
             raise SlotRefused(f"{path}: {error or type(error).__name__}") from error
 
     def _post(self, path: str, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        record = self.record
+        record = self._living()
         try:
             status, told = post_json(record.host, record.port, path, record.api_key, timeout, body)
         except (OSError, ValueError) as error:

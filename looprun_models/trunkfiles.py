@@ -134,11 +134,27 @@ def discard(path: Path) -> int:
     return size
 
 
+def clear_way(path: Path) -> str:
+    """Remove an empty folder that stands where a file is to be; why one stays, "" when none is there."""
+    try:
+        if _is_folder(path):
+            path.rmdir()
+    except OSError as error:
+        return f"{path} is a folder in the way, and stays: {error.strerror}"
+    return ""
+
+
 def size_of(path: Path) -> int:
-    """Bytes; 0 for what cannot be seen."""
+    """Bytes; 0 for a folder, and for what cannot be seen."""
     with contextlib.suppress(OSError):
-        return path.lstat().st_size
+        return 0 if _is_folder(path) else path.lstat().st_size
     return 0
+
+
+def _is_folder(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISDIR(path.lstat().st_mode)
+    return False
 
 
 def why_unwritten(folder: Path, error: OSError | None = None) -> str:

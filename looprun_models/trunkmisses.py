@@ -48,6 +48,15 @@ class Misses:
             table.get(engine, {}).pop(architecture, None)
             self._write(table)
 
+    def forget(self) -> list[tuple[str, str]]:
+        """Try again everywhere; the engine identities and architectures that something was held against."""
+        if not self._read():
+            return []
+        with locked(self.folder):
+            told = [(engine, name) for engine, counts in self._read().items() for name in counts]
+            self._write({})
+        return [] if self._read() else told
+
     def _read(self) -> Table:
         try:
             data, _ = read_json(self._path)

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ ENOUGH = 0.9
 a few tokens before the end, or some hundred on older builds."""
 MISSES_ALLOWED = 2
 BAKE_TRIES = 2
+LEAST_TOKENS = 8
+LAST_TO_MIX = 10549
+"""Up to about this build a restore leaves the checkpoints of what was in the slot, and a hybrid model may go back to
+one: no other request may come between putting that away and the restore."""
 CHECKPOINTS_A_READING = 3
 LEAST_KEPT = 0.25
 """The engine takes a prompt out of its RAM cache only for one that begins with at least this share of it."""
@@ -49,7 +53,8 @@ PARKING = 1
 class Readiness:
     """How a trunk became resident. seconds: in all; size: of its saved state in bytes, 0 when it is not saved; note:
     why not, or what else went wrong. read_seconds: reading it cold, as measured on this engine, None if never.
-    mark: the engine's count of tokens read, just after a restore."""
+    mark: the engine's count of tokens read, just after a restore. displaced: it would have been saved, had not other
+    requests come in between."""
 
     state: str
     seconds: float
@@ -57,6 +62,7 @@ class Readiness:
     note: str = ""
     read_seconds: float | None = None
     mark: int | None = None
+    displaced: bool = False
 
 
 class Keeper:
@@ -96,19 +102,33 @@ class Keeper:
     def key(self, prefix: Prefix) -> str:
         return hashlib.sha256(json.dumps(self.facts(prefix), sort_keys=True).encode()).hexdigest()
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Around what restores a trunk, and around each chat: where an engine mixes them up they wait for each other.
+
+        False when others did not end in time; then nothing may be restored.
+        """
+        build = self.record.build
+        if not self.record.checkpoints or (build is not None and build > LAST_TO_MIX):
+            yield True
+            return
+        with alone(self.record, self.settings, "turn") as held:
+            yield held
+
     # --- before a reply ---
 
-    def bring(self, prefix: Prefix, label: str, *, save: bool = False) -> Readiness:
+    def bring(self, prefix: Prefix, label: str, *, save: bool = False, may_restore: bool = True) -> Readiness:
         """Make the trunk resident; with save, on the disk too. What could not be saved is said in the note, not raised.
 
-        Raises SlotRefused when the server is gone, or does not take the trunk.
+        To be called within a `turn`, which says whether it may restore. Raises SlotRefused when the server is gone, or
+        does not take the trunk.
         """
         began = time.monotonic()
         key = self.key(prefix)
         ready = self._warm(prefix, key, save=save)
         if ready is None:
             with alone(self.record, self.settings):
-                ready = self._warm(prefix, key, save=save, alone=True) or self._make(prefix, key, label)
+                ready = self._warm(prefix, key, save=save, alone=True) or self._make(prefix, key, label, may_restore)
         return replace(ready, seconds=time.monotonic() - began)
 
     def _warm(self, prefix: Prefix, key: str, *, save: bool, alone: bool = False) -> Readiness | None:
@@ -123,20 +143,27 @@ class Keeper:
         if (crowded and not alone) or (save and self.store and entry is None and self._helps()):
             return None
         if crowded:
-            self._park()
+            self._park(empty=True)
         with open_ledger(self.record, self.settings) as ledger:
             ledger.wake(key)
         if self.store and entry:
             self.store.touch(key)
         return Readiness(WARM, 0.0, entry.size if entry else 0, read_seconds=entry.meta.read_seconds if entry else None)
 
-    def _make(self, prefix: Prefix, key: str, label: str) -> Readiness:
+    def _make(self, prefix: Prefix, key: str, label: str, may_restore: bool) -> Readiness:
         record, store = self.record, self.store
+        if len(prefix.tokens) < LEAST_TOKENS:
+            return self._read(
+                prefix, key, label, f"not saved: its {len(prefix.tokens)} tokens are too few to be worth it"
+            )
         if store is None:
             return self._read(prefix, key, label, f"not saved: {self.why_unsaved}")
         if not self._helps():
             why = f"not saved: restoring did not help on {self._build} with {record.architecture or 'this model'}"
+            why += " (looprun trunks clean has it tried again)"
             return self._read(prefix, key, label, why)
+        if not may_restore:
+            return self._read(prefix, key, label, "not restored: other chats did not end in time")
         entry, damage = store.check(key)
         if entry is not None:
             ready, damage = self._restore(prefix, entry)
@@ -174,11 +201,12 @@ class Keeper:
     def _read(self, prefix: Prefix, key: str, label: str, unsaved: str = "") -> Readiness:
         """Read the trunk and, unless there is a reason not to, save it; once more if another request came between."""
         seconds: float | None = None
+        displaced = False
         for _ in range(BAKE_TRIES):
             with open_ledger(self.record, self.settings) as ledger:
                 crowded = self._crowded(ledger, prefix, key)
             if crowded:
-                self._park()
+                self._park(empty=True)
             mark = self.slot.tokens_read()
             reading = self.slot.read(prefix.tokens)
             if reading.read >= ENOUGH * len(prefix.tokens):
@@ -191,14 +219,13 @@ class Keeper:
                 break
             try:
                 entry = self._save(prefix, key, label, seconds, None if mark is None else mark + reading.read)
-            except _Displaced as displaced:
-                note = f"not saved: {displaced.why}"
             except NotSaved as refused:
-                unsaved = f"not saved: {refused.why}"
-                break
+                displaced, note = isinstance(refused, _Displaced), f"not saved: {refused.why}"
+                if not displaced:
+                    break
             else:
                 return Readiness(BAKED, 0.0, entry.size, read_seconds=seconds)
-        return Readiness(COLD, 0.0, note=unsaved or note, read_seconds=seconds)
+        return Readiness(COLD, 0.0, note=unsaved or note, read_seconds=seconds, displaced=displaced)
 
     def _save(self, prefix: Prefix, key: str, label: str, seconds: float | None, mark: int | None) -> Entry:
         """mark: the engine's count of tokens read if nothing came after the trunk."""
@@ -228,12 +255,14 @@ class Keeper:
         finally:
             self.store.discard(temporary)
 
-    def _park(self) -> None:
-        """Have the engine keep what is in the slot, which it does not do for a restore."""
+    def _park(self, *, empty: bool = False) -> None:
+        """Have the engine keep what is in the slot, which it does not do for a restore. empty: leave nothing in it."""
         with open_ledger(self.record, self.settings) as ledger:
             known = ledger.slot is not None
         if known or not self.slot.empty():
             self.slot.park()
+            if empty:
+                self.slot.erase()
             with open_ledger(self.record, self.settings) as ledger:
                 ledger.park()
                 ledger.tell(PARKING)
@@ -248,7 +277,7 @@ class Keeper:
         key, warm = self.key(prefix), found.reused >= ENOUGH * len(prefix.tokens)
         try:
             drift = self._drift(prefix, chat, warm)
-            note = "" if drift else self._prove(prefix, ready, found, warm)
+            note = "" if drift else self._prove(prefix, ready, found, chat, warm)
         except SlotRefused as refused:  # the reply is there; what it shows is not known for sure
             drift, note = None, f"not proved: {refused.why}"
         tokens = found.prompt + found.written
@@ -265,8 +294,10 @@ class Keeper:
         same = find_changed(prefix, plain(chat["messages"]), plain(chat.get("tools") or ())) is None
         return None if same and warm else find_drift(self.slot, prefix, chat)
 
-    def _prove(self, prefix: Prefix, ready: Readiness, found: Warmth, warm: bool) -> str:
+    def _prove(self, prefix: Prefix, ready: Readiness, found: Warmth, chat: Mapping[str, Any], warm: bool) -> str:
         record, tokens = self.record, len(prefix.tokens)
+        if (chat.get("extra_body") or {}).get("cache_prompt") is False:
+            return "this call asked for no reuse (cache_prompt)"
         told = f"{found.reused} of its {tokens} tokens were reused"
         if ready.state != RESTORED:
             return "" if warm else f"the trunk was not in the server: {told}"

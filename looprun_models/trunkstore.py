@@ -21,6 +21,7 @@ from looprun_models.trunkfiles import (
     KEY,
     TEMPORARY,
     abandoned,
+    clear_way,
     create_private,
     discard,
     locked,
@@ -118,7 +119,8 @@ class TrunkStore:
     def check(self, key: str) -> tuple[Entry | None, str]:
         """The trunk of this key with every byte as it was saved; else None and what is wrong, "" if there is none.
 
-        A damaged one is removed. About 0.6 s per GB where the processor has SHA instructions.
+        A damaged one is removed; nothing is said of one that stays nevertheless, since it is in the way of the next
+        save, and said then. About 0.6 s per GB where the processor has SHA instructions.
         """
         return self._judge(key, every_byte=True)
 
@@ -151,13 +153,12 @@ class TrunkStore:
         return sorted(found, key=lambda entry: entry.created, reverse=True)
 
     def superseded(self) -> list[Entry]:
-        """Those that were not used since a newer one with the same label was baked."""
-        newest: dict[tuple[str, str], float] = {}
+        """Those that were not used since a newer one of their line was baked."""
+        newest: dict[tuple[str, ...], float] = {}
         entries = self.entries()
         for entry in entries:
-            name = entry.meta.alias, entry.meta.label
-            newest[name] = max(newest.get(name, 0.0), entry.created)
-        return [e for e in entries if max(e.created, e.last_used) < newest[e.meta.alias, e.meta.label]]
+            newest[line_of(entry)] = max(newest.get(line_of(entry), 0.0), entry.created)
+        return [entry for entry in entries if max(entry.created, entry.last_used) < newest[line_of(entry)]]
 
     def drop(self, key: str) -> int:
         """Remove a trunk; the bytes that became free."""
@@ -179,10 +180,11 @@ class TrunkStore:
     def exposed(self) -> str:
         """A warning when other users can enter the folder, which holds prompts; "" when they cannot."""
         try:
-            mode = stat.S_IMODE(self.folder.stat().st_mode)
+            status = self.folder.stat()
         except OSError:
             return ""
-        if os.name == "nt" or not mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        if os.name == "nt" or not stat.S_ISDIR(status.st_mode) or not mode & 0o077:
             return ""
         return f"other users can look into {self.folder} (mode {mode:o}), where prompts are kept: chmod 700 it"
 
@@ -209,14 +211,21 @@ class TrunkStore:
 
     def _check_budget(self, size: int) -> None:
         limit = self.limit()
-        if limit == 0:
+        if size <= limit:
+            return
+        if self.budget == 0:
             raise NotSaved("LOOPRUN_TRUNK_BUDGET is 0: nothing is kept")
-        if size > limit:
-            why = f"its {_in_words(size)} are more than the {_in_words(limit)} that all trunks may take"
+        why = f"its {_in_words(size)} are more than the {_in_words(limit)} that all trunks may take"
+        if self.budget is not None:
             raise NotSaved(f"{why} (LOOPRUN_TRUNK_BUDGET)")
+        share = "by default" if limit == DEFAULT_BUDGET else f"a tenth of what is free on the disk of {self.folder}"
+        raise NotSaved(f"{why}: {share}")
 
     def _publish(self, part: Path, entry: Entry) -> None:
         """No moment has a state beside the sidecar of another: the old state goes first, the new one comes last."""
+        for path in (self._state(entry.key), self._sidecar(entry.key)):
+            if in_the_way := clear_way(path):
+                raise NotSaved(in_the_way)
         sidecar = self.folder / temporary_name(entry.key)
         create_private(sidecar, encoded(entry))
         try:
@@ -235,7 +244,8 @@ class TrunkStore:
         except _Damaged as damage:
             if settled:
                 self._remove(key)
-                return None, str(damage)
+                stays = os.path.lexists(self._state(key)) or os.path.lexists(self._sidecar(key))
+                return None, "" if stays else str(damage)
         with locked(self.folder):
             return self._judge(key, every_byte=every_byte, settled=True)
 
@@ -296,5 +306,14 @@ class TrunkStore:
         return size_of(self._state(key)) + size_of(self._sidecar(key))
 
 
+def line_of(entry: Entry) -> tuple[str, ...]:
+    """What versions of a trunk share: two engines, or servers with other flags, do not replace each other's."""
+    meta = entry.meta
+    return meta.alias, meta.label, meta.facts.get("engine", ""), meta.facts.get("flags", "")
+
+
 def _in_words(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"

@@ -52,11 +52,11 @@ class Weights:
 
     @property
     def identity(self) -> str:
-        """Changes when a file does: real path, size and time of change of each; "" when the first is not there."""
+        """Changes when a file does, or another is put in its place; "" when the first is not there."""
         if not self.path.is_file():
             return ""
         stats = [(path.resolve(), path.stat()) for path in self.paths if path.is_file()]
-        return "|".join(f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in stats)
+        return "|".join(f"{path}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}" for path, stat in stats)
 
 
 @dataclass(frozen=True, slots=True)

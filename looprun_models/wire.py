@@ -68,6 +68,7 @@ class Record:
     summary: str
     notes: list[str]
     architecture: str
+    weights: str
     slot_dir: str | None
     slot_note: str
     state_flags: str

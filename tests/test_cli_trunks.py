@@ -24,6 +24,7 @@ from looprun_models.search import find_engine
 from looprun_models.settings import load_settings
 from looprun_models.trunkentry import Entry, Proof, encoded
 from looprun_models.trunkfiles import temporary_name
+from looprun_models.trunkmisses import Misses
 from looprun_models.trunkstore import TrunkStore
 from tests.test_trunkstore import STATE, meta, save
 
@@ -122,8 +123,10 @@ def test_list_marks_all_but_the_newest_of_a_label(store: TrunkStore) -> None:
     keep(store, "second", ago=2, label="scheduler")
     keep(store, "third", ago=4, label="scheduler", alias="other")
     keep(store, "fourth", ago=1, label="Scheduler")
-    ages = {tuple(columns(line)[i] for i in (0, 1, 4)) for line in run("trunks", "list").stdout.splitlines()[1:5]}
+    keep(store, "fifth", ago=5, label="scheduler", facts={"engine": "another, in turn with the first"})
+    ages = {tuple(columns(line)[i] for i in (0, 1, 4)) for line in run("trunks", "list").stdout.splitlines()[1:6]}
     assert ages == {
+        ("scheduler", "ram16", "5 h"),
         ("scheduler", "ram16", "3 h, older"),
         ("scheduler", "ram16", "2 h"),
         ("scheduler", "other", "4 h"),
@@ -170,6 +173,7 @@ def test_a_folder_that_cannot_be_read_is_named(command: str, store: TrunkStore) 
     done = run("trunks", command, *(["x"] if command == "show" else []))
     assert done.exit_code == (2 if command == "show" else 0), done.output
     assert f"{store.folder}, which cannot be read: Not a directory" in done.stderr
+    assert "chmod" not in done.stderr
 
 
 def test_list_warns_of_a_folder_that_others_can_enter(store: TrunkStore) -> None:
@@ -379,6 +383,20 @@ def test_what_a_running_server_uses_is_not_taken_for_gone(
     assert "nothing to clean" in run("trunks", "clean").stderr
 
 
+def test_clean_tries_restoring_again(store: TrunkStore, usable: dict[str, str]) -> None:
+    misses = Misses(load_settings().cache_dir)
+    misses.note_miss("/a/llama-server:0123", "qwen35")
+    told = "forgotten: that restoring trunks did not help (/a/llama-server, qwen35); it is tried again\n"
+    keep(store, "gone", facts={**usable, "weights": "sha256:00"})
+    assert "forgotten" not in failed(run("trunks", "clean"), 1)
+    assert misses.count("/a/llama-server:0123", "qwen35") == 1
+    assert told in run("trunks", "clean", "--yes").stderr
+    assert misses.count("/a/llama-server:0123", "qwen35") == 0
+    misses.note_miss("/a/llama-server:0123", "qwen35")
+    assert told in run("trunks", "clean").stderr  # nothing is removed: there is nothing to ask
+    assert "forgotten" not in run("trunks", "clean").stderr
+
+
 def test_clean_all_takes_every_trunk(store: TrunkStore, usable: dict[str, str]) -> None:
     keep(store, "a", facts=usable)
     keep(store, "b", facts={**usable, "flags": "others"})
@@ -466,7 +484,10 @@ def test_bake_reads_once_and_restores_from_then_on(profile: Profile, tmp_path: P
     again = run("trunks", "bake", alias, "planner", "-", input=file.read_bytes())
     assert again.stdout.startswith(f"restored, {baked[1]} tokens in "), again.output
     other = run("trunks", "bake", alias, "dispatcher", str(file))
-    assert "this very prompt was saved before, under another label" in other.stderr
+    told = "this very prompt was saved before under another label, and keeps it: looprun trunks show planner\n"
+    assert told in other.stderr
+    assert told not in again.stderr
+    assert "a prompt that was saved before keeps its first label" in failed(run("trunks", "show", "dispatcher"), 2)
     assert len(store.entries()) == 1
 
     (store.folder / store.entries()[0].file).write_bytes(bytes(store.entries()[0].size))

@@ -12,7 +12,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessage, ChatCompletionSystemMessageParam
 
 from looprun_models import ContextOverflow, TrunkRefused, local_model
-from looprun_models.prefix import Prefix, common_length, find_changed, find_drift
+from looprun_models.errors import UsageError
+from looprun_models.prefix import Prefix, common_length, find_changed, find_drift, listed
 from looprun_models.settings import load_settings
 from looprun_models.slot import Slot, plain
 from looprun_models.trunks import Keeper
@@ -144,6 +145,7 @@ def test_what_is_no_beginning_is_refused(profile: Profile) -> None:
             keeper.prefix([], None, {})
         with pytest.raises(TrunkRefused, match="System message must be at the beginning") as caught:
             keeper.prefix([{"role": "user", "content": "a"}, SYSTEM], None, {})
+        assert str(caught.value).splitlines()[0].endswith("user turn: System message must be at the beginning.")
         assert "give each message a role" in caught.value.hint
         with pytest.raises(ContextOverflow) as overflow:
             keeper.prefix([{"role": "system", "content": "x" * 700}], None, {})
@@ -218,12 +220,83 @@ def test_other_messages_are_told_apart_without_asking() -> None:
     missing = find_changed(prefix, [SYSTEM], ())
     assert missing
     assert missing.what == "message 1 (user) is missing and"
-    parts = find_changed(prefix, [{"role": "system", "content": [{"type": "text", "text": "x"}]}], ())
+    parts = find_changed(prefix, [{"role": "system", "content": [{"type": "image_url", "image_url": "x"}]}], ())
     assert parts
     assert parts.what == "message 0 (system)"
     named = find_changed(prefix, [{**SYSTEM, "name": "x"}], ())
-    assert named
-    assert "name" in named.found
+    assert str(named) == "message 0 (system): its name differs from the trunk at character 0: 'x' for ''"
+
+
+LONG = "Alpha beta. " * 8
+PARTS = [{"type": "text", "text": LONG}, {"type": "text", "text": "Second part here."}]
+OTHER = [PARTS[0], {"text": "Second pXrt here.", "type": "text"}]
+AT = len(LONG) + len("Second p")
+
+
+@pytest.mark.parametrize(
+    ("trunk", "chat", "character"),
+    [
+        ({"role": "system", "content": PARTS}, {"role": "system", "content": OTHER}, AT),
+        ({"role": "system", "content": PARTS}, {"content": OTHER, "role": "system"}, AT),
+        ({"role": "system", "content": PARTS}, {"role": "system", "content": f"{LONG}Second pXrt here."}, AT),
+        ({"role": "system", "content": PARTS}, {"role": "system", "content": f"{LONG}\nSecond pXrt here."}, AT + 1),
+        ({"role": "system", "content": f"{LONG}Second part here."}, {"role": "system", "content": OTHER}, AT),
+        ({"role": "system", "content": "Grüße 😀😀"}, {"role": "system", "content": "Grüße 😀🙂"}, 7),
+    ],
+)
+def test_a_place_is_counted_in_the_text_whatever_its_form(
+    trunk: dict[str, Any], chat: dict[str, Any], character: int
+) -> None:
+    drift = find_changed(Prefix((1,), (trunk,), ()), [chat], ())
+    assert drift
+    assert (drift.what, drift.character) == ("message 0 (system)", character)
+    assert drift.found[:1] in "X🙂"
+
+
+def test_the_form_of_a_message_matters_only_where_nothing_else_differs() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    turned = {"tool_calls": [dict(reversed(call.items()))], "role": "assistant"}
+    prefix = Prefix((1,), ({"role": "system", "content": PARTS}, answer), ())
+    joined = {"role": "system", "content": f"{LONG}Second part here."}
+    assert (
+        find_changed(prefix, [{"content": [dict(reversed(p.items())) for p in PARTS], "role": "system"}, turned], ())
+        is None
+    )
+    alone = find_changed(prefix, [joined, turned], ())
+    assert alone
+    assert alone.what == "message 0 (system): its parts"
+    later = find_changed(prefix, [joined, {**turned, "tool_calls": [dict(reversed({**call, "id": "2"}.items()))]}], ())
+    assert later
+    assert later.what == "message 1 (assistant): its tool_calls"
+    assert later.found.startswith("2")
+    single = Prefix((1,), ({"role": "system", "content": [{"type": "text", "text": "x"}]},), ())
+    assert find_changed(single, [{"role": "system", "content": "x"}], ()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("messages", None, "messages: expected a list, found None."),
+        ("messages", "hello", "messages: expected a list, found 'hello'."),
+        ("messages", SYSTEM, "messages: expected a list, found {'role': 'system'"),
+        ("messages", [SYSTEM, "x"], 'messages[1]: expected an object with "role" and "content", found \'x\'.'),
+        ("tools", 7, "tools: expected a list, found 7."),
+        ("tools", ["f"], "tools[0]: expected an object {"),
+        ("messages", "x" * 999, "x..."),
+    ],
+)
+def test_what_are_no_messages_or_tools_is_refused_with_what_is_expected(name: str, given: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)) as caught:
+        listed(name, given)
+    assert len(str(caught.value)) < 400
+    assert f"give {name}= a list" in caught.value.hint
+
+
+def test_iterators_are_used_up_once_and_kept() -> None:
+    messages = ({"role": role, "content": (part for part in [{"type": "text", "text": role}])} for role in "ab")
+    kept = listed("messages", messages)
+    assert kept == [{"role": role, "content": [{"type": "text", "text": role}]} for role in "ab"]
 
 
 def test_common_length() -> None:

@@ -734,3 +734,35 @@ async def cancelled(model: Any, trunk: Any, told: str) -> None:
     reply = await trunk.create(messages=[HELLO], temperature=0, max_tokens=12)
     assert text(reply) == told
     assert (await model.trunk("Dan", messages=rules("Dan", 60))).state in ("baked", "warm")
+
+
+# --- what callers give -----------------------------------------------------------------------------------------------
+
+
+def test_contents_that_can_be_read_once_reach_the_server(model: LocalModel) -> None:
+    trunk = model.trunk("Ada", messages=rules("Ada"))
+    parts = [{"type": "text", "text": "Who are you, and where do you come from?"}]
+    once = say(trunk, {"role": "user", "content": (part for part in parts)})
+    again = say(trunk, {"role": "user", "content": parts})
+    assert once.usage.prompt_tokens == again.usage.prompt_tokens > trunk.tokens + 10
+    assert warmth(once).drift is None
+
+
+def test_what_cannot_be_a_trunk_or_a_turn_is_a_usage_error_before_anything_is_read(
+    model: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunk = model.trunk("Ada", messages=rules("Ada"))
+    monkeypatch.setattr(Slot, "_post", None)
+    monkeypatch.setattr(model.chat.completions, "create", None)
+    label: Any
+    for label in (None, 123):
+        with pytest.raises(UsageError, match=f"label: expected a text, found {label}"):
+            model.trunk(label, messages=rules("Ada"))
+    nothing: Any
+    for nothing in (None, ["x"], "x", {"role": "user", "content": "x"}):
+        with pytest.raises(UsageError, match=r"messages.*: expected a"):
+            model.trunk("x", messages=nothing)
+        with pytest.raises(UsageError, match=r"messages.*: expected a"):
+            trunk.create(messages=nothing)
+    with pytest.raises(UsageError, match=r"tools\[0\]: expected"):
+        trunk.create(messages=[HELLO], tools=["f"])

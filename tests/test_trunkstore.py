@@ -121,6 +121,12 @@ def test_a_folder_that_others_can_enter_is_said_and_left_as_it_is(store: TrunkSt
     assert stat.S_IMODE(store.folder.stat().st_mode) == 0o755
 
 
+def test_a_file_where_the_folder_should_be_is_no_folder_that_others_enter(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "file").chmod(0o644)
+    assert TrunkStore(tmp_path / "file").exposed() == ""
+
+
 def test_the_names_given_to_an_engine_are_bare_and_never_twice_the_same(store: TrunkStore) -> None:
     names = [store.reserve(key()) for _ in range(3)]
     assert len(set(names)) == 3
@@ -197,11 +203,22 @@ def test_a_link_under_the_reserved_name_is_not_taken(store: TrunkStore, tmp_path
     assert (tmp_path / "outside").read_bytes() == STATE
 
 
-def test_a_name_that_is_taken_by_a_folder_is_not_saved_and_leaves_nothing(store: TrunkStore) -> None:
-    (store.folder / f"{key()}.json").mkdir()
-    with pytest.raises(NotSaved, match="cannot be written"):
+@pytest.mark.parametrize("suffix", ["json", "trunk"])
+def test_a_folder_in_the_way_goes_when_it_is_empty_and_is_named_when_it_stays(store: TrunkStore, suffix: str) -> None:
+    there = store.folder / f"{key()}.{suffix}"
+    there.mkdir()
+    assert store.check(key()) == (None, "")
+    save(store, meta())
+    assert store.check(key())[0]
+    for path in store.folder.iterdir():
+        path.unlink()
+    there.mkdir()
+    (there / "somebody's").write_bytes(b"x" * 5000)
+    with pytest.raises(NotSaved) as caught:
         save(store, meta())
-    assert in_folder(store.folder) == {f"{key()}.json"}
+    assert caught.value.why.startswith(f"{there} is a folder in the way, and stays: ")
+    assert in_folder(store.folder) == {there.name}
+    assert (store.check(key()), store.sweep(), store.total()) == ((None, ""), 0, 0)
 
 
 def test_a_folder_that_went_is_made_again_for_the_next_save(store: TrunkStore) -> None:
@@ -258,6 +275,13 @@ def test_a_changed_prompt_keeps_its_label_and_supersedes_the_older_one_unless_th
     assert {entry.key for entry in store.superseded()} == {key("first"), key("second")}
     store.touch(key("first"))
     assert [entry.key for entry in store.superseded()] == [key("second")]
+
+
+@pytest.mark.parametrize("fact", ["engine", "flags"])
+def test_engines_and_flags_in_turn_do_not_supersede_each_others(store: TrunkStore, fact: str) -> None:
+    for name in ("one", "two", "one again"):
+        save(store, meta(name, label="scheduler", facts={fact: name[:3]}))
+    assert [entry.key for entry in store.superseded()] == [key("one")]
 
 
 # --- use, proof, budget ---
@@ -335,9 +359,28 @@ def test_fifty_labels_never_take_more_than_the_budget(folder: Path) -> None:
 def test_one_that_alone_is_over_the_budget_is_not_kept_and_costs_nobody_his_place(folder: Path) -> None:
     save(TrunkStore(folder, 1 << 30), meta("small"), b"small")
     store = TrunkStore(folder, len(STATE))
-    with pytest.raises(NotSaved, match=r"its 0\.0 MB are more than the 0\.0 MB that all trunks may take \(LOOPRUN_TR"):
+    with pytest.raises(
+        NotSaved, match=r"its 17\.\d kB are more than the 16\.4 kB that all trunks may take \(LOOPRUN_TR"
+    ):
         save(store, meta())
     assert in_folder(folder) == pair("small")
+    with pytest.raises(NotSaved, match=r"than the 100 B that all trunks may take \(LOOPRUN_TRUNK_BUDGET\)$"):
+        save(TrunkStore(folder, 100), meta())
+
+
+@pytest.mark.parametrize(
+    ("free", "why"), [(0, "the 0 B that.* a tenth of what is free"), (1 << 40, "8.6 GB.* default")]
+)
+def test_without_a_budget_the_disk_is_what_is_named(
+    folder: Path, free: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(folder)
+    store = TrunkStore(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    monkeypatch.setattr(store, "_received", lambda part, written: (written, "0" * 64))
+    with pytest.raises(NotSaved, match=why) as caught:
+        store.commit(store.reserve(key()), meta(), 9 << 30)
+    assert "LOOPRUN" not in caught.value.why
 
 
 def test_a_budget_of_nothing_keeps_nothing(folder: Path) -> None:
@@ -864,7 +907,8 @@ def test_a_full_and_then_a_read_only_disk_are_said_and_keep_what_was_there(folde
     assert done.stdout.splitlines() == [
         full,
         full,
-        "its 0.3 MB are more than the 0.1 MB that all trunks may take (LOOPRUN_TRUNK_BUDGET)",
+        "its 328.2 kB are more than the 104.5 kB that all trunks may take: a tenth of what is free on the disk of "
+        f"{folder}",
         f"{folder} cannot be written",
         f"{folder} cannot be written: No such file or directory",
     ]
@@ -885,6 +929,16 @@ def test_misses_are_counted_for_engine_and_architecture_until_a_hit(folder: Path
     misses.note_hit("b9780", "qwen35")
     assert misses.count("b9780", "qwen35") == 0
     assert stat.S_IMODE((folder / "trunk-misses.json").stat().st_mode) == 0o600 or os.name == "nt"
+
+
+def test_all_misses_are_forgotten_at_once(folder: Path) -> None:
+    misses = Misses(folder)
+    assert misses.forget() == []
+    assert in_folder(folder) == set()
+    for engine, architecture in (("b1", "qwen35"), ("b2", "qwen35"), ("b2", "llama")):
+        misses.note_miss(engine, architecture)
+    assert misses.forget() == [("b1", "qwen35"), ("b2", "qwen35"), ("b2", "llama")]
+    assert (misses.count("b2", "llama"), misses.forget()) == (0, [])
 
 
 def test_engines_not_heard_of_are_forgotten(folder: Path) -> None:
