@@ -10,14 +10,14 @@ import asyncio
 import functools
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import openai
 from openai.resources.chat import Chat as _Chat  # noqa: F401 (loaded now: the first `.chat` would otherwise pay for it)
 
 from looprun_models.errors import ContextOverflow, LooprunError, ServerUnavailable, UsageError
-from looprun_models.prefix import Prefix, check_label
+from looprun_models.prefix import check_label
 from looprun_models.progress import OnProgress, Progress
 from looprun_models.registry import LocalModelSpec, resolve_alias
 from looprun_models.request import Options
@@ -37,6 +37,7 @@ from looprun_models.trunks import Keeper
 
 CONNECT_TIMEOUT = 5.0
 """Seconds; a loopback server accepts at once or not at all. There is no read limit: a long prefill is not a failure."""
+AnyTrunk = TypeVar("AnyTrunk", Trunk, AsyncTrunk)
 NO_KEY = "none"
 REASON_TIMEOUT = 3.0
 """Seconds to wait for the reason of a broken connection: the supervisor hears of an engine's end after its client."""
@@ -105,12 +106,18 @@ class _Local:
             )
         return Keeper(record, load_settings())
 
-    def _prefix(self, keeper: Keeper, messages: Sequence[Any], tools: Any, template_args: Any) -> Prefix:
-        args = self.spec.template_args if template_args is None else template_args
+    def _make_trunk(
+        self, kind: Callable[..., AnyTrunk], label: str, messages: Iterable[Any], tools: Any, template_args: Any
+    ) -> AnyTrunk:
+        check_label(label)
+        keeper = self._keeper()
         try:
-            return keeper.prefix(messages, tools, args)
+            prefix = keeper.prefix(messages, tools, self.spec.template_args if template_args is None else template_args)
+            with keeper.turn() as may_restore:
+                ready = keeper.bring(prefix, label, save=True, may_restore=may_restore)
         except SlotRefused as refused:
             raise self._refused(refused) from refused
+        return kind(self, keeper, label, prefix, ready)
 
     def _refused(self, refused: SlotRefused) -> LooprunError:
         if refused.status:
@@ -179,15 +186,7 @@ class LocalModel(_Local, openai.OpenAI):
         label: any text; only a name. messages: what every chat of the agent begins with. template_args: arguments of
         the chat template, the profile's by default. Raises TrunkRefused when chats that begin so share no prefix.
         """
-        check_label(label)
-        keeper = self._keeper()
-        prefix = self._prefix(keeper, messages, tools, template_args)
-        try:
-            with keeper.turn() as may_restore:
-                ready = keeper.bring(prefix, label, save=True, may_restore=may_restore)
-            return Trunk(self, keeper, label, prefix, ready)
-        except SlotRefused as refused:
-            raise self._refused(refused) from refused
+        return self._make_trunk(Trunk, label, messages, tools, template_args)
 
     def close(self) -> None:
         """Give the server up; it ends when nobody uses it and its keep-alive is over. Idempotent."""
@@ -240,19 +239,7 @@ class AsyncLocalModel(_Local, openai.AsyncOpenAI):
         template_args: Mapping[str, Any] | None = None,
     ) -> AsyncTrunk:
         """As `LocalModel.trunk`; the loop is not blocked meanwhile."""
-
-        def make() -> AsyncTrunk:
-            check_label(label)
-            keeper = self._keeper()
-            prefix = self._prefix(keeper, messages, tools, template_args)
-            try:
-                with keeper.turn() as may_restore:
-                    ready = keeper.bring(prefix, label, save=True, may_restore=may_restore)
-                return AsyncTrunk(self, keeper, label, prefix, ready)
-            except SlotRefused as refused:
-                raise self._refused(refused) from refused
-
-        return await asyncio.to_thread(make)
+        return await asyncio.to_thread(self._make_trunk, AsyncTrunk, label, messages, tools, template_args)
 
     async def close(self) -> None:
         """Give the server up; it ends when nobody uses it and its keep-alive is over. Idempotent."""
