@@ -12,10 +12,10 @@ from looprun_models.errors import Missing, StartFailed
 from looprun_models.search import examine, search_engines, way_to_an_engine
 from looprun_models.settings import Settings, load_settings
 from looprun_models.smoke import prove
-from looprun_models.verdicts import Verdict
+from looprun_models.verdicts import Verdict, known_verdict
 
 from .options import Json
-from .output import note, progress_shown, say, say_json, size
+from .output import note, say, say_json, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,9 @@ def check(
 def _look_at(found: Engine | Skipped, settings: Settings, *, fresh: bool = False) -> Candidate:
     if isinstance(found, Skipped):
         return Candidate(found.path, found.source, None, "", (), Verdict(False, found.why))
-    with progress_shown() as show:
-        verdict = prove(found, settings, fresh=fresh, on_progress=show)
+    if fresh or known_verdict(found, settings) is None:
+        note(f"checking {found.path} ...")
+    verdict = prove(found, settings, fresh=fresh)
     known = "its --version" if found.build is not None else "unknown; its flags were checked instead"
     if found.embedded:
         known = "the version of its wheel"

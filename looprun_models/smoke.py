@@ -26,7 +26,6 @@ from looprun_models.gguf import read_header
 from looprun_models.launch import LaunchPlan, SlotFolder, missing_flags, plan_launch
 from looprun_models.lease import Lease
 from looprun_models.machine import inspect_machine
-from looprun_models.progress import OnProgress
 from looprun_models.registry import LocalModelSpec
 from looprun_models.request import Options, read_request
 from looprun_models.servers import Wanted, ensure_server
@@ -63,21 +62,21 @@ _ELSEWHERE = ("(SIGKILL)", "(SIGTERM)", "not enough memory", "mem_buffer")
 """Ends that tell more about the machine at that moment than about the engine."""
 
 
-def prove(engine: Engine, settings: Settings, *, fresh: bool = False, on_progress: OnProgress | None = None) -> Verdict:
+def prove(engine: Engine, settings: Settings, *, fresh: bool = False) -> Verdict:
     """Whether the engine serves. Runs it once for each program and CPU, again when `fresh`; raises nothing."""
     known = None if fresh else known_verdict(engine, settings)
     if known is not None:
         return known
-    verdict = replace(_try(engine, settings, on_progress), checked=time.time())
+    verdict = replace(_try(engine, settings), checked=time.time())
     keep_verdict(engine, settings, verdict)
     return verdict
 
 
-def _try(engine: Engine, settings: Settings, on_progress: OnProgress | None) -> Verdict:
+def _try(engine: Engine, settings: Settings) -> Verdict:
     try:
         _sweep(Path(tempfile.gettempdir()))
         with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True) as scratch:
-            return _serve(engine, _plain(settings, Path(scratch)), on_progress)
+            return _serve(engine, _plain(settings, Path(scratch)))
     except OSError as error:
         return Verdict(None, f"{error.filename or 'the check'}: {error.strerror or error}")
 
@@ -96,7 +95,7 @@ def _plain(settings: Settings, scratch: Path) -> Settings:
     return replace(plain, state_dir=scratch, port=None, slot_save_path=None)
 
 
-def _serve(engine: Engine, settings: Settings, on_progress: OnProgress | None) -> Verdict:
+def _serve(engine: Engine, settings: Settings) -> Verdict:
     slots = settings.state_dir / "slots"
     slots.mkdir(mode=0o700)
     plan = _plan(engine, settings, slots, PORTS.start)
@@ -105,7 +104,7 @@ def _serve(engine: Engine, settings: Settings, on_progress: OnProgress | None) -
         return Verdict(False, f"it lacks {', '.join(missing)}, which the recipe needs", missing)
     begun = time.monotonic()
     try:
-        with _started(settings, plan, lambda port, _: _plan(engine, settings, slots, port), on_progress) as lease:
+        with _started(settings, plan, lambda port, _: _plan(engine, settings, slots, port)) as lease:
             verdict = _ask(lease, drafting="--spec-type" in plan.argv)
     except StartTimeout:
         return Verdict(None, f"it was not ready within {TIMEOUT:g} s")
@@ -122,14 +121,13 @@ def _started(
     settings: Settings,
     plan: LaunchPlan,
     make_plan: Callable[[int, list[Record]], LaunchPlan],
-    on_progress: OnProgress | None,
 ) -> Iterator[Lease]:
     for race in range(PORT_RACES):
         port = random.choice(PORTS)  # noqa: S311 (no secret)
         wanted = Wanted(ALIAS, plan.fingerprint, port, strict=False, host=plan.host, api_key=None, plan=make_plan)
         with ensure_server(settings, wanted, keep_alive=0) as lease:
             try:
-                lease.wait_ready(TIMEOUT, on_progress)
+                lease.wait_ready(TIMEOUT)
                 yield lease
                 return
             except PortInUse:

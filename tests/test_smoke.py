@@ -192,8 +192,9 @@ def two_engines(home: Path) -> tuple[Path, Path]:
 
 def test_engine_list_says_why_the_first_is_not_used(two_engines: tuple[Path, Path]) -> None:
     bad, good = two_engines
-    code, told = run("engine", "list")
-    assert code == 0
+    done = CliRunner().invoke(app, ["engine", "list"])
+    assert done.exit_code == 0
+    told = done.stdout
     first, second = told.index(str(bad)), told.index(str(good))
     assert first < second
     assert "built for another CPU (killed by SIGILL)" in told[first:second]

@@ -360,7 +360,7 @@ def test_one_that_alone_is_over_the_budget_is_not_kept_and_costs_nobody_his_plac
     save(TrunkStore(folder, 1 << 30), meta("small"), b"small")
     store = TrunkStore(folder, len(STATE))
     with pytest.raises(
-        NotSaved, match=r"its 17\.\d kB are more than the 16\.4 kB that all trunks may take \(LOOPRUN_TR"
+        NotSaved, match=r"its 1[67]\.\d kB are more than the 16\.4 kB that all trunks may take \(LOOPRUN_TR"
     ):
         save(store, meta())
     assert in_folder(folder) == pair("small")
