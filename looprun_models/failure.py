@@ -72,7 +72,7 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
 _SIGNALS = {
     "SIGILL": (
         "the engine {engine} is built for another CPU (killed by SIGILL)",
-        'use a build for this CPU (LLAMA_BIN), or: pip install "looprun-models[embedded]"',
+        'looprun engine install   (or pip install "looprun-models[embedded]", or set LLAMA_BIN to a build for it)',
     ),
     "SIGKILL": (
         "the engine was killed (SIGKILL), most likely because memory ran out",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from looprun_models.engine import EMBEDDED, FLOOR, Device, Engine, system_config
+from looprun_models.engine import Device, Engine, system_config
 from looprun_models.errors import BadSetting, EngineTooLittle, NotEnoughMemory, UsageError, WeightsBad
 from looprun_models.fit import Fit, Sizing, fit_plan, gib
 from looprun_models.gguf import GgufHeader
@@ -20,6 +20,7 @@ from looprun_models.machine import Machine
 from looprun_models.probe import child_environ
 from looprun_models.registry import LocalModelSpec
 from looprun_models.request import Options, Request
+from looprun_models.search import INSTALL_HINT
 from looprun_models.settings import Settings
 from looprun_models.system import LOOPBACK
 
@@ -28,8 +29,6 @@ STATELESS = {
     *("-t", "-tb", "-ngl", "-ncmoe", "--load-mode", "--mlock", "--no-mmap", "-ctxcp", "--cache-ram"),
 }
 """Flags that change neither what a saved slot state holds nor whether it can be read; others are part of its key."""
-
-
 ROUND = 1024
 """Tokens over which bytes for each are worked out."""
 ENGINE_TOKEN = 24
@@ -269,7 +268,7 @@ def _check_flags(flags: Sequence[Flag], engine: Engine) -> None:
             )
         raise EngineTooLittle(
             f"the engine {engine.label} lacks {word}, which the recipe needs ({flag.reason}).",
-            hint=f"use a llama-server of build b{FLOOR} or later (LLAMA_BIN), or the embedded engine: {EMBEDDED}",
+            hint=INSTALL_HINT,
         )
     drafts = next((flag for flag in flags if flag.words[0] == "--spec-type"), None)
     for kind in drafts.words[1].split(",") if drafts else ():

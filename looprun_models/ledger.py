@@ -137,7 +137,8 @@ def alone(record: Record, settings: Settings, what: str = "lock") -> Iterator[bo
 
 
 def _lock(handle: int) -> bool:
-    """Whoever holds it may be stopped: after a while one goes on without, and nothing relies on it but speed."""
+    """Whoever holds it may have been stopped: after a while one goes on without, and does not restore then where chats
+    must not come in between."""
     deadline = time.monotonic() + LOCK_PATIENCE
     while time.monotonic() < deadline:
         try:

@@ -147,11 +147,6 @@ class TrunkStore:
         found = [entry for entry in map(self._judge_now, keys) if entry]
         return sorted(found, key=lambda entry: entry.last_used, reverse=True)
 
-    def find_label(self, alias: str, label: str) -> list[Entry]:
-        """The trunks that bear this very label, the newest first: older ones were baked from an earlier prompt."""
-        found = [entry for entry in self.entries() if (entry.meta.alias, entry.meta.label) == (alias, label)]
-        return sorted(found, key=lambda entry: entry.created, reverse=True)
-
     def superseded(self) -> list[Entry]:
         """Those that were not used since a newer one of their line was baked."""
         newest: dict[tuple[str, ...], float] = {}

@@ -16,7 +16,6 @@ from looprun_models.engine import EMBEDDED
 from looprun_models.errors import EngineMissing, UsageError
 from looprun_models.settings import Settings
 
-VARIANTS = ("cpu", "metal", "vulkan", "cuda")
 PLAIN = ("cpu", "metal")
 """Variants that a platform's ordinary build is; the folders of the others have them in their names."""
 BUILDS: dict[tuple[str, str], dict[str, str]] = {

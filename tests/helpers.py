@@ -14,6 +14,9 @@ from typing import Any
 
 import psutil
 
+from looprun_models.trunkentry import Entry
+from looprun_models.trunkstore import TrunkStore
+
 AGENT = Path(__file__).with_name("agent.py")
 PATIENCE = 60.0
 
@@ -99,3 +102,9 @@ def port_is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def labelled(store: TrunkStore, alias: str, label: str) -> list[Entry]:
+    """The trunks that bear this very label, the newest first."""
+    found = [entry for entry in store.entries() if (entry.meta.alias, entry.meta.label) == (alias, label)]
+    return sorted(found, key=lambda entry: entry.created, reverse=True)

@@ -26,6 +26,7 @@ from looprun_models.trunkentry import Entry, Proof, encoded
 from looprun_models.trunkfiles import temporary_name
 from looprun_models.trunkmisses import Misses
 from looprun_models.trunkstore import TrunkStore
+from tests.helpers import labelled
 from tests.test_trunkstore import STATE, meta, save
 
 Profile = Callable[..., str]
@@ -338,7 +339,7 @@ def test_clean_takes_what_nothing_can_use_and_says_why(store: TrunkStore, usable
     keep(store, "moved", facts={**usable, "engine": "/nowhere/llama-server:0123"})
     keep(store, "dropped", facts={**usable, "weights": "sha256:00"})
     keep(store, "half")
-    (store.folder / store.find_label("ram16", "half")[0].file).unlink()
+    (store.folder / labelled(store, "ram16", "half")[0].file).unlink()
     (store.folder / re.sub(r"\.\d+-", ".1-", temporary_name("e" * 64))).write_bytes(b"x" * 5000)
     mine = store.folder / temporary_name("f" * 64)
     mine.write_bytes(b"a save that goes on")

@@ -117,7 +117,7 @@ LOADING = {
 SIGNALS = {
     signal.SIGILL: (
         f"the engine {ENGINE} is built for another CPU (killed by SIGILL)",
-        f"use a build for this CPU (LLAMA_BIN), or: {EMBEDDED}",
+        f"looprun engine install   (or {EMBEDDED}, or set LLAMA_BIN to a build for it)",
     ),
     signal.SIGTERM: ("the engine was stopped from outside (SIGTERM)", "looprun models serve tiny"),
     signal.SIGSEGV: ("the engine ended by itself (killed by SIGSEGV)", "looprun models logs tiny"),

@@ -317,8 +317,8 @@ class TestRefusals:
         error = refused(EngineTooLittle, by=engine(help_drop=[flag], build=9800))
         assert error.message.startswith(f"the engine b9800 ({COMMAND}) lacks {flag}, which the recipe needs (")
         assert error.hint == (
-            "use a llama-server of build b9780 or later (LLAMA_BIN), or the embedded engine: "
-            'pip install "looprun-models[embedded]"'
+            'looprun engine install   (or pip install "looprun-models[embedded]", '
+            "or set LLAMA_BIN to a llama-server from b9780 on)"
         )
         assert error.exit_code == 4
 

@@ -35,7 +35,7 @@ from looprun_models.slot import Slot, SlotRefused
 from looprun_models.testing import LoopbackServer, Reply
 from looprun_models.trunkstore import TrunkStore
 from looprun_models.wire import Record
-from tests.helpers import free_port, gone, wait_for
+from tests.helpers import free_port, gone, labelled, wait_for
 from tests.test_trunkstore import may_mount
 
 Profile = Callable[..., str]
@@ -502,7 +502,7 @@ def test_any_text_is_a_label_and_the_budget_holds(model: LocalModel, monkeypatch
     store = store_of(model)
     assert {entry.meta.label for entry in store.entries()} == set(labels)
     for number, label in enumerate(labels):
-        [entry] = store.find_label(record_of(model).alias, label)
+        [entry] = labelled(store, record_of(model).alias, label)
         forget(model)
         trunk = model.trunk(label, messages=rules(f"{number} agent"))
         assert (trunk.state, trunk.bytes) == ("restored", entry.size)

@@ -23,7 +23,7 @@ from looprun_models.trunkentry import Entry, NotSaved, Proof, TrunkMeta
 from looprun_models.trunkfiles import JSON_LIMIT, LOCK_NAME, temporary_name
 from looprun_models.trunkmisses import ENGINES_KEPT, Misses
 from looprun_models.trunkstore import DEFAULT_BUDGET, TrunkStore
-from tests.helpers import PATIENCE
+from tests.helpers import PATIENCE, labelled
 
 STATE = bytes(range(256)) * 64
 DAY = 86400
@@ -252,8 +252,8 @@ def test_a_label_may_be_any_text(store: TrunkStore, label: str) -> None:
     other = meta("other", label="a" if label != "a" else "A")
     save(store, meta("one", label=label))
     save(store, other)
-    assert [entry.meta.label for entry in store.find_label("ram16", label)] == [label]
-    assert store.find_label("ram24", label) == []
+    assert [entry.meta.label for entry in labelled(store, "ram16", label)] == [label]
+    assert labelled(store, "ram24", label) == []
     assert in_folder(store.folder) == pair("one") | pair("other")
 
 
@@ -267,7 +267,7 @@ def test_a_changed_prompt_keeps_its_label_and_supersedes_the_older_one_unless_th
     for name in ("first", "second", "third"):
         save(store, meta(name, label="scheduler"))
     save(store, meta("elsewhere", label="scheduler", alias="ram24"))
-    assert [entry.key for entry in store.find_label("ram16", "scheduler")] == [
+    assert [entry.key for entry in labelled(store, "ram16", "scheduler")] == [
         key("third"),
         key("second"),
         key("first"),

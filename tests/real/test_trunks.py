@@ -20,7 +20,7 @@ from looprun_models.settings import load_settings
 from looprun_models.trunks import Keeper
 from looprun_models.trunkstore import TrunkStore
 from looprun_models.wire import Record
-from tests.helpers import gone, wait_for
+from tests.helpers import gone, labelled, wait_for
 
 Profile = Callable[..., str]
 Note = Callable[[str, object], None]
@@ -90,7 +90,7 @@ def bake(alias: str, name: str = "Ada") -> tuple[list[str], str]:
         assert len(set(told)) > 3, "the turns must matter"
         trunk = model.trunk(name, messages=messages)
         assert trunk.state == "baked", trunk.note
-        [entry] = store_of(model).find_label(record_of(model).alias, name)
+        [entry] = labelled(store_of(model), record_of(model).alias, name)
         assert (entry.size, entry.meta.tokens) == (trunk.bytes, trunk.tokens)
         kill(model)
     return told, entry.key
